@@ -1,0 +1,237 @@
+"""The command line: a thin face over the functions of the package."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from stallbench import __version__
+from stallbench.config import (
+    DEFAULT_DISK,
+    DEFAULT_TARGETS,
+    PROFILES,
+    RESULTS,
+    ConfigError,
+    StudyConfig,
+    Workload,
+    parse_target,
+)
+
+app = typer.Typer(
+    help="Measure how many minutes a model waits for its storage: checkpoints, restores, data.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+FAILED, REFUSED, STOPPED = 1, 2, 130
+
+
+def _refuse(error: Exception) -> typer.Exit:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"stallbench: {error}", markup=False)
+    return typer.Exit(REFUSED)
+
+
+def _settings(values: list[str]) -> dict[str, Any]:
+    """Read ``--set NAME=VALUE`` pairs; the typed configuration checks names and values."""
+    settings = {}
+    for text in values:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"set={text!r} is refused: write NAME=VALUE, for example steps=60")
+        if name not in Workload.model_fields:
+            raise ConfigError(f"unknown parameter {name}={value!r}; known are: {', '.join(Workload.model_fields)}")
+        settings[name] = value
+    return settings
+
+
+_SETTINGS_HELP = "Override a parameter, NAME=VALUE; repeat it. Known: " + ", ".join(
+    f"{name} ({field.default})" for name, field in Workload.model_fields.items()
+)
+
+
+@app.command()
+def run(
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=DIRECTORY or NAME=emulated:PROFILE; repeat it. The first is compared with each of the others. "
+            "Default: this machine's disk, and an emulated HDD NAS."
+        ),
+    ] = None,
+    profile: Annotated[
+        str, typer.Option(help="quick (about 2 minutes on 2 cores), default (8), full (an hour).")
+    ] = "default",
+    blocks: Annotated[int | None, typer.Option(help="Blocks: each runs one trial of every condition.")] = None,
+    wait: Annotated[
+        list[str] | None,
+        typer.Option(help="Wait rule, return or durable; repeat it. Default: both, as two conditions."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the blocks' order, the weights and the data's order.")] = 0,
+    set_: Annotated[list[str] | None, typer.Option("--set", help=_SETTINGS_HELP)] = None,
+    control: Annotated[bool, typer.Option(help="Allow one directory under two names: an A/A control.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="The study's folder. Default: results/PROFILE of the checkout.")
+    ] = None,
+    show_paths: Annotated[bool, typer.Option(help="Keep paths in the results.")] = False,
+    report: Annotated[bool, typer.Option(help="Render the report at the end.")] = True,
+) -> None:
+    """Run a study, or go on with one that was stopped, and render its report.
+
+    Exit code: 0 only if every trial succeeded; 1 if one failed; 2 if the request was refused; 130 if it was stopped.
+    """
+    from stallbench import study
+
+    try:
+        config = _study_config(target, profile, blocks, wait, seed, set_, control)
+        folder = (out or RESULTS / profile).expanduser().absolute()
+        ahead = study.preview(config)
+        study.open_folder(config, folder, show_paths)
+    except ConfigError as error:
+        raise _refuse(error) from None
+    console = Console(soft_wrap=True, highlight=False)
+    _announce(console, config, ahead, folder)
+    bar = Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    try:
+        with bar:
+            succeeded = study.run(config, folder, _progress(console, bar), show_paths)
+    except ConfigError as error:
+        raise _refuse(error) from None
+    except KeyboardInterrupt:
+        console.print("Stopped. The same command goes on from here.")
+        raise typer.Exit(STOPPED) from None
+    if report:
+        _render(console, folder)
+    if not succeeded:
+        raise typer.Exit(FAILED)
+
+
+def _study_config(
+    target: list[str] | None,
+    profile: str,
+    blocks: int | None,
+    wait: list[str] | None,
+    seed: int,
+    set_: list[str] | None,
+    control: bool,
+) -> StudyConfig:
+    if profile not in PROFILES:
+        raise ConfigError(f"profile={profile!r} is unknown; choose one of: {', '.join(PROFILES)}")
+    if not target:
+        DEFAULT_DISK.mkdir(exist_ok=True)
+    values = PROFILES[profile] | _settings(set_ or [])
+    values |= {"blocks": blocks} if blocks is not None else {}
+    values |= {"waits": tuple(wait)} if wait else {}
+    places = tuple(parse_target(text) for text in target or DEFAULT_TARGETS)
+    return StudyConfig.parse(targets=places, seed=seed, control=control, **values)
+
+
+def _announce(console: Console, config: StudyConfig, ahead: Any, folder: Path) -> None:
+    from stallbench.targets import storage_of
+
+    conditions = " and ".join(f"wait={wait}" for wait in config.waits)
+    console.print(f"{ahead.trials} trials: {config.blocks} blocks x {len(config.targets)} targets x {conditions}")
+    for target in config.targets:
+        console.print(f"  {target.name}: {storage_of(target)['words']}", markup=False)
+    size = (
+        "an amount that depends on the Hub model"
+        if ahead.written_bytes is None
+        else f"{ahead.written_bytes / 1e9:.1f} GB"
+    )
+    console.print(f"It writes {size} to each target, and takes about {_minutes(ahead.seconds)} (a first guess).")
+    for warning in ahead.warnings:
+        console.print(f"warning: {warning}", markup=False)
+    console.print(f"Results: {_relative(folder)}", markup=False)
+
+
+def _progress(console: Console, bar: Bar) -> Any:
+    from stallbench.study import Progress
+
+    task = bar.add_task("starting", total=None)
+
+    def on_start(todo: int, total: int) -> None:
+        bar.update(task, total=todo, description="running" if todo else "complete")
+        if todo < total:
+            console.print(f"{total - todo} of {total} trials are there already.")
+
+    def on_trial(planned: Any, reason: str, seconds: float, left_s: float) -> None:
+        outcome = f"FAILED: {reason}" if reason else f"ok, {seconds:.0f} s"
+        bar.update(task, advance=1, description=f"{_minutes(left_s)} left")
+        left = f"; about {_minutes(left_s)} left" if left_s and not console.is_terminal else ""
+        console.print(f"block {planned.block} {planned.target.name} wait={planned.wait}: {outcome}{left}", markup=False)
+
+    return Progress(on_start, on_trial)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _relative(path: Path) -> str:
+    shorter = os.path.relpath(path)
+    return str(path) if shorter.startswith("..") else shorter
+
+
+def _render(console: Console, folder: Path) -> None:
+    from stallbench.report import render
+    from stallbench.results import load_study
+
+    try:
+        page = render(folder)
+    except ConfigError as error:
+        raise _refuse(error) from None
+    from stallbench.verdicts import headline, summary_lines
+
+    study = load_study(folder)
+    for line in summary_lines(study):
+        console.print(line, markup=False)
+    console.print(headline(study), markup=False)
+    console.print(f"Report: {_relative(page)}", markup=False)
+
+
+@app.command()
+def report(
+    study: Annotated[Path, typer.Argument(help="A folder that stallbench run wrote.")],
+) -> None:
+    """Render a study's report again, without measuring."""
+    _render(Console(soft_wrap=True, highlight=False), study)
+
+
+@app.command()
+def validate() -> None:
+    """Check the statistics on synthetic studies whose truth is known; exit 1 if a goal is missed."""
+    from stallbench.validation import coverage_table
+
+    table = coverage_table()
+    print(table.to_string(index=False))
+    if not table[table.method == "paired t"].passed.all():
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def bench() -> None:
+    """Measure the instrument itself: its cost on a step, and how much of a default study is measurement."""
+    from stallbench.bench import main
+
+    main()
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+if __name__ == "__main__":
+    sys.exit(app())

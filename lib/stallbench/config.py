@@ -1,0 +1,243 @@
+"""What a user may ask for: every parameter of a trial and of a study, with its default, validated in one place."""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = ROOT / "notebooks"
+RESULTS = ROOT / "results"
+EMULATED = "emulated:"
+
+Wait = Literal["return", "durable"]
+
+
+class ConfigError(ValueError):
+    """A request that is refused before anything runs; the message is one line and names field, value and way out."""
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def parse(cls, **values: Any) -> Self:
+        """Validate ``values``.
+
+        Raises
+        ------
+        ConfigError
+            With one line that names the field, the value and the way out.
+        """
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise ConfigError(_one_line(error, cls)) from None
+
+
+def _one_line(error: ValidationError, cls: type[BaseModel]) -> str:
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown parameter {field}={first['input']!r}; known are: {', '.join(cls.model_fields)}"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error" and not field:
+        return message
+    if first["type"] == "missing":
+        return f"{field} is missing; name it"
+    return f"{field}={first['input']!r} is refused: {message}"
+
+
+class Target(_Request):
+    """A named place that holds checkpoints and data.
+
+    ``location`` is a directory, or ``emulated:PROFILE`` for an in-process emulated device.
+    """
+
+    name: str
+    location: str
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, name: str) -> str:
+        if not name or name != name.strip() or name in {".", ".."} or re.search(r"[/\\\x00-\x1f{}]", name):
+            raise ValueError("it must be a plain file name, without / \\ { } and without spaces at its ends")
+        if len(name.encode()) > 100:
+            raise ValueError("it must be at most 100 bytes long")
+        return name
+
+    @field_validator("location")
+    @classmethod
+    def _some_location(cls, location: str) -> str:
+        if not location.strip():
+            raise ValueError("give a directory or emulated:PROFILE")
+        return location
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the place is an emulated device."""
+        return self.location.startswith(EMULATED)
+
+
+def parse_target(text: str) -> Target:
+    """Read ``NAME=DIRECTORY`` or ``NAME=emulated:PROFILE``.
+
+    Raises
+    ------
+    ConfigError
+        If the text has no ``=``, an empty part, or a name that is not a plain file name.
+    """
+    name, equals, location = text.partition("=")
+    if not equals:
+        raise ConfigError(f"target={text!r} is refused: write NAME=DIRECTORY, for example nas=/mnt/nas")
+    return Target.parse(name=name, location=location)
+
+
+class Workload(_Request):
+    """What is trained, how long, and how often it is saved: the part that a trial and a study share."""
+
+    steps: int = Field(30, ge=1, description="optimizer steps of one trial")
+    every_steps: int = Field(5, ge=0, description="save after this many steps; 0 to save by time")
+    every_s: float = Field(
+        0.0, ge=0, description="save when this many seconds have passed since the last save; 0 to save by steps"
+    )
+    keep: int = Field(
+        2, ge=1, description="checkpoints that stay on the target; older ones are deleted outside the save"
+    )
+    warmup_saves: int = Field(1, ge=0, description="first saves that are recorded, but not counted")
+    warmup_steps: int = Field(2, ge=0, description="first steps that are recorded, but not counted")
+    batch_size: int = Field(8, ge=1, description="rows of a step")
+    max_tokens: int = Field(32, ge=4, description="tokens of a row")
+    learning_rate: float = Field(5e-5, gt=0, description="AdamW's peak learning rate")
+    model: str = Field(
+        "all-MiniLM-L6-v2", min_length=1, description="the packaged default, a Hub name or a local folder"
+    )
+    dataset: str = Field(
+        "python-docstrings",
+        min_length=1,
+        description="the built-in text set, a datasets name, or a CSV, JSON or Parquet",
+    )
+    text_column: str = Field("text", min_length=1, description="the dataset's text column")
+    label_column: str = Field("label", min_length=1, description="the dataset's label column")
+    eval_rows: int = Field(64, ge=1, description="rows held out for the evaluation")
+    save_limit_s: float = Field(600.0, gt=0, description="a save that takes longer fails its trial")
+    trial_limit_s: int = Field(7200, ge=1, description="a trial that takes longer is stopped and fails")
+    allow_download: bool = Field(False, description="let a Hub name be downloaded")
+
+    @model_validator(mode="after")
+    def _intervals(self) -> Self:
+        if self.every_steps and self.every_s:
+            raise ValueError(
+                f"every_steps={self.every_steps} and every_s={self.every_s:g} exclude each other; set one of them to 0"
+            )
+        if not self.every_steps and not self.every_s:
+            raise ValueError("every_steps=0 with every_s=0 would never save; set one of them above 0")
+        if self.every_steps:
+            self._whole_intervals()
+        return self
+
+    def _whole_intervals(self) -> None:
+        if self.steps < self.every_steps:
+            raise ValueError(
+                f"steps={self.steps} is fewer than one interval of every_steps={self.every_steps}; no checkpoint would be saved"
+            )
+        if self.steps % self.every_steps:
+            down = self.steps // self.every_steps * self.every_steps
+            raise ValueError(
+                f"steps={self.steps} is not a multiple of every_steps={self.every_steps}; "
+                f"use steps={down} or steps={down + self.every_steps}"
+            )
+        if self.steps // self.every_steps <= self.warmup_saves:
+            raise ValueError(
+                f"steps={self.steps} gives {self.steps // self.every_steps} saves, and warmup_saves={self.warmup_saves} "
+                "of them are not counted; nothing would be measured, use more steps"
+            )
+        if self.steps <= self.warmup_steps:
+            raise ValueError(f"steps={self.steps} are all warm-up (warmup_steps={self.warmup_steps}); use more steps")
+
+    @property
+    def planned_saves(self) -> int | None:
+        """Saves of one trial, or None where the interval is a time."""
+        return self.steps // self.every_steps if self.every_steps else None
+
+
+class TrialConfig(Workload):
+    """One fine-tuning run on one target under one condition: the parameters of ``01_finetune_trial.ipynb``."""
+
+    target: str = Field("emulated:hdd-nas-1gbe", description="a directory, or emulated:PROFILE")
+    target_name: str = Field("target", description="how results call the target")
+    wait: Wait = Field("durable", description="return: go on when the save call is back; durable: when its bytes are")
+    seed: int = Field(0, ge=0, description="seed of weights, order and dropout")
+    block: int = Field(0, ge=0, description="block of the study that the trial belongs to")
+    attempt: int = Field(1, ge=1, description="attempt at the block")
+    claim_id: str = Field("", description="the folder that a study made on the target; empty when the trial runs alone")
+    out: str = Field("", description="folder of the results; empty for a fresh one under results/alone")
+    show_paths: bool = Field(False, description="keep paths in the results")
+
+    @field_validator("target_name")
+    @classmethod
+    def _plain_target_name(cls, name: str) -> str:
+        return Target._plain_name(name)
+
+    @classmethod
+    def from_namespace(cls, namespace: Mapping[str, Any]) -> "TrialConfig":
+        """Validate the parameters that the notebook's tagged cell left in ``namespace`` (its ``globals()``).
+
+        Raises
+        ------
+        ConfigError
+            If a parameter is missing or refused.
+        """
+        return cls.parse(**{name: namespace[name] for name in cls.model_fields if name in namespace})
+
+
+class StudyConfig(Workload):
+    """A study: targets x wait rules, one trial of each in every block, blocks in seeded random order."""
+
+    targets: tuple[Target, ...] = Field(description="the first is compared with each of the others")
+    waits: tuple[Wait, ...] = Field(("return", "durable"), min_length=1)
+    blocks: int = Field(5, ge=1)
+    seed: int = Field(0, ge=0)
+    control: bool = Field(False, description="allow the same directory twice: an A/A control")
+
+    @field_validator("targets")
+    @classmethod
+    def _distinct(cls, targets: tuple[Target, ...]) -> tuple[Target, ...]:
+        if not targets:
+            raise ValueError("name at least one target, for example --target nas=/mnt/nas")
+        names = [target.name.casefold() for target in targets]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"the name {name!r} stands for more than one target; give each its own")
+        return targets
+
+    @field_validator("waits")
+    @classmethod
+    def _distinct_waits(cls, waits: tuple[Wait, ...]) -> tuple[Wait, ...]:
+        if len(set(waits)) < len(waits):
+            raise ValueError("each wait rule may be named once")
+        return waits
+
+    @property
+    def trials(self) -> int:
+        """Trials of the whole study."""
+        return self.blocks * len(self.targets) * len(self.waits)
+
+
+DEFAULT_DISK = ROOT / ".target"
+DEFAULT_TARGETS = (f"disk={DEFAULT_DISK}", "nas=emulated:hdd-nas-1gbe")
+
+# Wall time on 2 cores: quick about 2 minutes, default about 8, full about an hour.
+PROFILES: dict[str, dict[str, Any]] = {
+    "quick": {"blocks": 2, "steps": 8, "every_steps": 2},
+    "default": {"blocks": 5, "steps": 30, "every_steps": 5},
+    "full": {"blocks": 10, "steps": 240, "every_steps": 20},
+}
+
+
+def finite(value: float) -> float | None:
+    """Give ``value``, or None where it is NaN or infinite (JSON has neither)."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,207 @@
+"""Results on disk: what a study's folder holds, written atomically and read back as tidy tables."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from stallbench.config import ConfigError
+
+# Raised when a column or a file changes; see the list below.
+#   1  first version
+SCHEMA_VERSION = 1
+# Raised when the way of timing changes, so that figures of two versions are never compared.
+#   1  Trainer's save as shipped, fsync of the tree for durable, fadvise and mincore for cold
+METHOD_VERSION = 1
+
+STUDY, ENVIRONMENT, TRIAL, FAILURE, SPANS = (
+    "study.json",
+    "environment.json",
+    "trial.json",
+    "failure.json",
+    "spans.parquet",
+)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write ``value`` so that the file is there whole or not at all, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w") as file:
+        json.dump(value, file, indent=1, ensure_ascii=False, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read what ``write_json`` wrote."""
+    return json.loads(path.read_text())
+
+
+def trial_id(block: int, attempt: int, target_name: str, wait: str) -> str:
+    """Name a trial's folder."""
+    return f"b{block:02d}-a{attempt}-{target_name}-{wait}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study as it lies on disk.
+
+    Attributes
+    ----------
+    trials
+        One row a trial folder: ``trial``, ``target``, ``wait``, ``block``, ``attempt``, ``status`` (``complete``,
+        ``failed``, ``interrupted``), ``superseded`` (a later attempt at its block exists), ``reason``.
+    """
+
+    folder: Path
+    request: dict[str, Any]
+    environment: dict[str, Any]
+    trials: pd.DataFrame
+    details: dict[str, dict[str, Any]]
+
+    @property
+    def targets(self) -> list[str]:
+        """The targets' names in the order of the request."""
+        return [target["name"] for target in self.request["targets"]]
+
+    @property
+    def waits(self) -> list[str]:
+        """The wait rules in the order of the request."""
+        return list(self.request["waits"])
+
+    @property
+    def study_id(self) -> str:
+        """The study's identity."""
+        return self.request["study_id"]
+
+    @property
+    def control(self) -> bool:
+        """Whether two targets are one directory: an A/A study."""
+        return bool(self.request["control"])
+
+    def storage(self, target: str) -> dict[str, Any]:
+        """What kind of storage a target is."""
+        return next(entry["storage"] for entry in self.request["targets"] if entry["name"] == target)
+
+    def emulated(self, target: str) -> bool:
+        """Whether a target is emulated."""
+        return self.storage(target)["medium"] == "emulated"
+
+    @cached_property
+    def counted(self) -> pd.DataFrame:
+        """The trials that figures rest on: complete, and of the last attempt at their block."""
+        return self.trials[(self.trials.status == "complete") & ~self.trials.superseded]
+
+    @cached_property
+    def spans(self) -> pd.DataFrame:
+        """All spans of the counted trials, with ``trial``, ``target``, ``wait``, ``block`` and ``duration_s``."""
+        frames = []
+        for row in self.counted.itertuples():
+            frame = pd.read_parquet(self.folder / "trials" / row.trial / SPANS)
+            frames.append(frame.assign(trial=row.trial, target=row.target, wait=row.wait, block=row.block))
+        spans = pd.concat(frames, ignore_index=True)
+        return spans.assign(duration_s=spans.end_s - spans.start_s)
+
+    @cached_property
+    def events(self) -> pd.DataFrame:
+        """One row a checkpoint event: ``returned_s``, ``durable_s``, ``stall_s``, ``size_bytes``, ``files``, ``warmup``."""
+        spans = self.spans
+        saves = spans[spans.kind == "save"]
+        key = ["trial", "id"]
+        for kind in ("write", "sync"):
+            child = spans[spans.kind == kind][["trial", "parent", "end_s"]]
+            saves = saves.merge(
+                child.rename(columns={"parent": "id", "end_s": f"{kind}_end_s"}), on=key, validate="1:1"
+            )
+        return saves.assign(
+            returned_s=saves.write_end_s - saves.start_s,
+            durable_s=saves.sync_end_s - saves.start_s,
+            stall_s=saves.end_s - saves.start_s,
+        )[
+            [
+                "trial",
+                "target",
+                "wait",
+                "block",
+                "step",
+                "start_s",
+                "warmup",
+                "size_bytes",
+                "files",
+                "returned_s",
+                "durable_s",
+                "stall_s",
+            ]
+        ]
+
+    @cached_property
+    def restores(self) -> pd.DataFrame:
+        """One row a trial: the cold restore in seconds (its parts added up) and what is known about the caches."""
+        parts = self.spans[self.spans.kind == "restore"]
+        keys = ["trial", "target", "wait", "block"]
+        caches = ["cache_data", "cache_metadata", "cache_server"]
+        total = parts.groupby(keys, as_index=False)[["duration_s", "size_bytes"]].sum()
+        return total.rename(columns={"duration_s": "restore_s"}).merge(
+            parts.groupby(keys, as_index=False)[caches].first(), on=keys
+        )
+
+    def of_kind(self, kind: str, warmup: bool = False) -> pd.DataFrame:
+        """Spans of one kind; ``warmup`` includes those that don't count."""
+        spans = self.spans[self.spans.kind == kind]
+        return spans if warmup else spans[~spans.warmup]
+
+
+def load_study(folder: str | Path) -> Study:
+    """Read a study's folder.
+
+    Raises
+    ------
+    ConfigError
+        If the folder holds no study, one of an unknown schema, or one in which nothing was measured.
+    """
+    folder = Path(folder)
+    if not (folder / STUDY).is_file():
+        raise ConfigError(f"study={str(folder)!r} holds no {STUDY}; name a folder that stallbench run wrote")
+    request = read_json(folder / STUDY)
+    if request.get("schema_version") != SCHEMA_VERSION:
+        raise ConfigError(
+            f"study={str(folder)!r} has schema {request.get('schema_version')}, this version reads {SCHEMA_VERSION}; "
+            "render it with the version that wrote it"
+        )
+    trials, details = scan(folder)
+    environment = read_json(folder / ENVIRONMENT)
+    study = Study(folder, request, environment, trials, details)
+    if study.counted.empty:
+        raise ConfigError(
+            f"study={str(folder)!r} measured nothing: no trial of it succeeded; see its failure.json files"
+        )
+    return study
+
+
+def scan(folder: Path) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
+    """List the trials of a study by what lies on disk: ``trial.json`` alone says that one succeeded."""
+    rows, details = [], {}
+    for path in sorted((folder / "trials").glob("b*-a*-*")):
+        target, wait = path.name.split("-", 2)[2].rsplit("-", 1)
+        block, attempt = (int(part[1:]) for part in path.name.split("-", 2)[:2])
+        row = {"trial": path.name, "target": target, "wait": wait, "block": block, "attempt": attempt, "reason": ""}
+        if (path / TRIAL).exists():
+            details[path.name] = read_json(path / TRIAL)
+            row["status"] = "complete"
+        elif (path / FAILURE).exists():
+            failure = read_json(path / FAILURE)
+            row |= {"status": "interrupted" if failure["interrupted"] else "failed", "reason": failure["reason"]}
+        else:
+            row |= {"status": "interrupted", "reason": "killed before the trial ended"}
+        rows.append(row)
+    columns = ["trial", "target", "wait", "block", "attempt", "status", "reason"]
+    trials = pd.DataFrame(rows, columns=columns)
+    latest = trials.groupby("block").attempt.transform("max")
+    return trials.assign(superseded=trials.attempt < latest), details

@@ -1,0 +1,87 @@
+"""The timeline: spans on the monotonic clock."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import pandas as pd
+
+# Kinds and what they cover. A raw_* span is a probe of the target's limit, not part of training.
+KINDS = (
+    "put_data", "reload_data", "data_wait", "step", "save", "write", "sync", "delete", "eval", "restore", "raw_write",
+    "raw_read", "replay",
+)  # fmt: skip
+
+
+@dataclass
+class Span:
+    """One stretch of time of a trial; times in seconds since the trial began, on the monotonic clock."""
+
+    id: int
+    kind: str
+    start_s: float
+    end_s: float = float("nan")
+    part: str = ""
+    step: int = -1
+    size_bytes: int = 0
+    files: int = 0
+    parent: int = -1
+    warmup: bool = False
+    cache_data: str = ""
+    cache_metadata: str = ""
+    cache_server: str = ""
+
+    @property
+    def duration_s(self) -> float:
+        """Length of the span in seconds."""
+        return self.end_s - self.start_s
+
+
+class Timeline:
+    """Record spans.
+
+    Parameters
+    ----------
+    synchronize
+        Called before each timestamp, so that an accelerator's pending work is counted where it belongs.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+        self.spans: list[Span] = []
+        self._synchronize = synchronize
+        self._ids = itertools.count()
+        self._origin_s = time.monotonic()
+
+    def now_s(self) -> float:
+        """Seconds since the timeline began, once the accelerator is done."""
+        self._synchronize()
+        return time.monotonic() - self._origin_s
+
+    def at(self, monotonic_s: float) -> float:
+        """Convert a reading of ``time.monotonic()`` to the timeline's own seconds."""
+        return monotonic_s - self._origin_s
+
+    def begin(self, kind: str, **fields: object) -> Span:
+        """Open a span now; ``end`` closes it."""
+        if kind not in KINDS:
+            raise ValueError(f"kind={kind!r} is no kind of span; known are: {', '.join(KINDS)}")
+        span = Span(next(self._ids), kind, self.now_s(), **fields)
+        self.spans.append(span)
+        return span
+
+    def end(self, span: Span) -> None:
+        """Close a span now."""
+        span.end_s = self.now_s()
+
+    @contextmanager
+    def span(self, kind: str, **fields: object) -> Iterator[Span]:
+        """Record what runs inside; a span that an error cuts short keeps an open end (NaN)."""
+        span = self.begin(kind, **fields)
+        yield span
+        self.end(span)
+
+    def frame(self) -> pd.DataFrame:
+        """Give all spans as a tidy table, one row each, columns as in ``Span``."""
+        return pd.DataFrame([asdict(span) for span in self.spans], columns=list(Span.__dataclass_fields__))

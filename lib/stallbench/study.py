@@ -1,0 +1,278 @@
+"""A study: plan its blocks, run each trial through papermill in a fresh kernel, survive being killed, resume."""
+
+import hashlib
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from stallbench import emulated, targets, workload
+from stallbench.config import EMULATED, NOTEBOOKS, ConfigError, StudyConfig, Target, Wait, Workload
+from stallbench.environment import capture
+from stallbench.execute import execute_notebook, kernel_environment
+from stallbench.privacy import Redactor
+from stallbench.results import (
+    ENVIRONMENT,
+    FAILURE,
+    METHOD_VERSION,
+    SCHEMA_VERSION,
+    STUDY,
+    TRIAL,
+    read_json,
+    scan,
+    trial_id,
+    write_json,
+)
+
+# For the first guess of a study's length only; progress corrects it. Read off a 2-core machine.
+_KERNEL_START_S, _STEP_S, _DIRECTORY_BYTES_PER_S, _RESTORE_AND_CHECKS_S = 7.0, 0.15, 3e8, 5.0
+
+
+@dataclass(frozen=True)
+class PlannedTrial:
+    """One trial of the plan: a target under a wait rule, in a block."""
+
+    block: int
+    target: Target
+    wait: Wait
+
+
+def plan(config: StudyConfig) -> list[list[PlannedTrial]]:
+    """Give the blocks, each with one trial of every condition, in an order drawn from the study's seed."""
+    draw = np.random.default_rng(config.seed)
+    blocks = []
+    for block in range(1, config.blocks + 1):
+        trials = [PlannedTrial(block, target, wait) for target in config.targets for wait in config.waits]
+        blocks.append([trials[index] for index in draw.permutation(len(trials))])
+    return blocks
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a study will do: trials, bytes written on each target (None where the model's size is unknown), seconds."""
+
+    trials: int
+    written_bytes: int | None
+    seconds: float
+    warnings: list[str]
+
+
+def preview(config: StudyConfig) -> Preview:
+    """Check the targets and say what will run.
+
+    Raises
+    ------
+    ConfigError
+        If a target can't serve.
+    """
+    checkpoint_bytes = workload.checkpoint_bytes(config.model)
+    needed_bytes = max(workload.planned_bytes(config, checkpoint_bytes, wait) or 0 for wait in config.waits)
+    warnings = targets.check(config.targets, needed_bytes, config.control)
+    if len(config.targets) == 1:
+        warnings.append("one target: the report describes it and compares nothing; add a second --target")
+    if config.blocks == 1:
+        warnings.append("one block: figures come without an interval; use --blocks 3 or more")
+    saves = config.planned_saves or 1
+    written_bytes = saves * checkpoint_bytes * config.blocks * len(config.waits) if checkpoint_bytes else None
+    seconds = sum(_guess_s(config, target, saves, checkpoint_bytes or 0) for target in config.targets)
+    return Preview(config.trials, written_bytes, seconds * config.blocks * len(config.waits), warnings)
+
+
+def _guess_s(config: StudyConfig, target: Target, saves: int, checkpoint_bytes: int) -> float:
+    rate = _DIRECTORY_BYTES_PER_S
+    if target.emulated:
+        rate = emulated.parse_profile(target.location.removeprefix(EMULATED)).sustained_bytes_per_s
+    # The restore reads the last checkpoint once more, and the raw limit takes about one more.
+    return _KERNEL_START_S + config.steps * _STEP_S + _RESTORE_AND_CHECKS_S + (saves + 2) * checkpoint_bytes / rate
+
+
+def open_folder(config: StudyConfig, folder: Path, show_paths: bool) -> dict[str, Any]:
+    """Make the study's folder, or recognise the same study in it and go on.
+
+    Raises
+    ------
+    ConfigError
+        If the folder holds another study, or something else.
+    """
+    if (folder / STUDY).exists():
+        found = read_json(folder / STUDY)
+        asked = _request(config, found["study_id"], show_paths)
+        for field, value in asked.items():
+            if field not in {"created_utc", "command"} and found.get(field) != value:
+                raise ConfigError(
+                    f"out={str(folder)!r} holds another study ({field} differs); name a fresh folder with --out, "
+                    "or repeat the earlier request to resume it"
+                )
+        return found
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"out={str(folder)!r} is not empty and holds no study; name a fresh folder with --out")
+    (folder / "trials").mkdir(parents=True)
+    request = _request(config, uuid4().hex[:12], show_paths)
+    redactor = _redactor(config, show_paths)
+    write_json(folder / ENVIRONMENT, redactor.tree(capture()))
+    write_json(folder / STUDY, request)
+    return request
+
+
+def _request(config: StudyConfig, study_id: str, show_paths: bool) -> dict[str, Any]:
+    """Give the resolved request; a target's path stands in it as a salted fingerprint, enough to recognise it."""
+    places = []
+    for target in config.targets:
+        path = target.location if target.emulated else os.path.realpath(targets.directory(target))
+        place = {
+            "name": target.name,
+            "storage": targets.storage_of(target),
+            "fingerprint": hashlib.sha256(f"{study_id}{path}".encode()).hexdigest()[:16],
+        }
+        places.append(place | ({"path": path} if show_paths else {}))
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "method_version": METHOD_VERSION,
+        "study_id": study_id,
+        "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": _redactor(config, show_paths).text(shlex.join(["stallbench", *sys.argv[1:]])),
+        "targets": places,
+        **_redactor(config, show_paths).tree(config.model_dump(mode="json", exclude={"targets"})),
+    }
+
+
+def _redactor(config: StudyConfig, show_paths: bool) -> Redactor:
+    return Redactor([(target.name, target.location) for target in config.targets if not target.emulated], show_paths)
+
+
+@dataclass
+class Progress:
+    """How a running study reports: called with the trial just ended, its outcome, and the seconds left (a guess)."""
+
+    on_start: Callable[[int, int], None]
+    on_trial: Callable[[PlannedTrial, str, float, float], None]
+
+
+def run(config: StudyConfig, folder: Path, progress: Progress, show_paths: bool = False) -> bool:
+    """Run what is missing of a study.
+
+    A block counts when each of its trials has its ``trial.json``; any other is run again whole, since trials are
+    paired in time, and its earlier attempt stays on disk, marked as superseded.
+
+    Parameters
+    ----------
+    folder
+        The study's folder, made by ``open_folder``.
+
+    Returns
+    -------
+    bool
+        Whether every trial succeeded.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        On Ctrl-C and SIGTERM, once the running trial is stopped and the targets are as they were.
+    """
+    request = read_json(folder / STUDY)
+    todo = _missing(config, folder, request)
+    total = sum(len(trials) for _, trials in todo)
+    progress.on_start(total, config.trials)
+    if not total:
+        return True
+    succeeded, began_s, done = True, time.monotonic(), 0
+    with ExitStack() as stack:
+        stack.enter_context(_sigterm_as_interrupt())
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stallbench-")))
+        stack.enter_context(kernel_environment(scratch))
+        claims = {}
+        for index, target in enumerate(config.targets):
+            claims[target.name] = f"{request['study_id']}-{index}"
+            stack.enter_context(targets.claim(target, claims[target.name]))
+        for attempt, trials in todo:
+            for planned in trials:
+                start_s = time.monotonic()
+                reason = _run_trial(config, folder, planned, attempt, claims[planned.target.name], scratch, show_paths)
+                done += 1
+                succeeded = succeeded and not reason
+                left_s = (time.monotonic() - began_s) / done * (total - done)
+                progress.on_trial(planned, reason, time.monotonic() - start_s, left_s)
+    return succeeded
+
+
+def _missing(config: StudyConfig, folder: Path, request: dict[str, Any]) -> list[tuple[int, list[PlannedTrial]]]:
+    """Give the attempt number and the trials of each block that isn't complete."""
+    found, _ = scan(folder)
+    todo = []
+    for trials in plan(config):
+        attempts = found[found.block == trials[0].block]
+        last = int(attempts.attempt.max()) if len(attempts) else 0
+        complete = attempts[(attempts.attempt == last) & (attempts.status == "complete")]
+        if len(complete) < len(trials):
+            todo.append((last + 1, trials))
+    return todo
+
+
+def _run_trial(
+    config: StudyConfig,
+    folder: Path,
+    planned: PlannedTrial,
+    attempt: int,
+    claim_id: str,
+    scratch: Path,
+    show_paths: bool,
+) -> str:
+    """Run one trial in a fresh kernel; gives the reason of its failure, or an empty string."""
+    name = trial_id(planned.block, attempt, planned.target.name, planned.wait)
+    out = folder / "trials" / name
+    out.mkdir()
+    parameters = config.model_dump(include=set(Workload.model_fields)) | {
+        "target": planned.target.location if planned.target.emulated else str(targets.directory(planned.target)),
+        "target_name": planned.target.name,
+        "wait": planned.wait,
+        "seed": config.seed + planned.block,
+        "block": planned.block,
+        "attempt": attempt,
+        "claim_id": claim_id,
+        "out": str(out.absolute()),
+        "show_paths": show_paths,
+    }
+    redactor = _redactor(config, show_paths)
+    try:
+        execute_notebook(
+            NOTEBOOKS / "01_finetune_trial.ipynb",
+            out / "notebook.ipynb",
+            parameters,
+            redactor,
+            scratch,
+            config.trial_limit_s,
+        )
+        error = "the notebook ended without its trial.json"
+    except Exception as failure:  # papermill and nbclient raise many kinds; trial.json alone decides
+        lines = str(failure).strip().splitlines()
+        error = f"{type(failure).__name__}: {lines[-1] if lines else 'the kernel died'}"
+    if (out / TRIAL).exists():
+        return ""
+    if not (out / FAILURE).exists():
+        write_json(out / FAILURE, {"trial": name, "reason": redactor.text(error), "interrupted": False})
+    return read_json(out / FAILURE)["reason"]
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Stop on SIGTERM as on Ctrl-C; papermill would die at once and leave its work behind (its issues 508, 601)."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,321 @@
+"""What a place is, whether it can serve, and the one folder on it that is ours."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+from filelock import FileLock, Timeout
+
+from stallbench import emulated
+from stallbench.config import EMULATED, ConfigError, Target
+from stallbench.pagecache import files_below
+
+MARKER = "stallbench.json"
+LOCK = "stallbench.lock"
+MARGIN_BYTES = 64 << 20
+
+_NETWORK = re.compile(
+    r"nfs4?|cifs|smb3?|smbfs|lustre|ceph|glusterfs|beegfs|gpfs|9p|afpfs|fuse\.(sshfs|s3fs|rclone|.*fs)"
+)
+_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
+# Options that say how bytes travel; all others may carry a path, a server or a user name.
+_OPTIONS = re.compile(
+    r"(ro|rw|sync|async|dirsync|noatime|relatime|discard|barrier|nobarrier|hard|soft|nolock|noac|local"
+    r"|(vers|proto|rsize|wsize|nconnect|data|compress|cache|commit|actimeo|size)(=[\w:.-]*)?)"
+)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What is known about a place, without its path.
+
+    ``words`` says it in words; ``medium`` is ``emulated``, ``memory``, ``network``, ``nvme``, ``solid state``,
+    ``rotational`` or ``unknown``, and never more than the device itself proves.
+    """
+
+    words: str
+    medium: str
+    file_system: str = "unknown"
+    options: tuple[str, ...] = ()
+
+
+def describe(path: Path) -> Storage:
+    """Say what storage lies below ``path``, from the mount table and the device's own entries in sysfs."""
+    mounts = psutil.disk_partitions(all=True)
+    real = Path(os.path.realpath(path))
+    below = [mount for mount in mounts if real.is_relative_to(mount.mountpoint)]
+    if not below:
+        return Storage("storage of unknown kind", "unknown")
+    mount = max(reversed(below), key=lambda mount: len(mount.mountpoint))
+    options = tuple(option for option in mount.opts.split(",") if _OPTIONS.fullmatch(option))
+    words, medium = _words(mount.fstype, mount.device, real)
+    return Storage(words, medium, mount.fstype, options)
+
+
+def _words(file_system: str, device: str, path: Path) -> tuple[str, str]:
+    if file_system in _MEMORY:
+        return f"{file_system}: this is memory, not storage", "memory"
+    if _NETWORK.fullmatch(file_system):
+        return f"{file_system}: a network file system", "network"
+    if file_system == "overlay":
+        return "overlay file system of a container, medium unknown", "unknown"
+    words, medium = _device_words(Path(device).name, path)
+    return f"{file_system} on {words}", medium
+
+
+def _device_words(device: str, path: Path) -> tuple[str, str]:
+    number = path.stat().st_dev
+    block = Path(os.path.realpath(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}"))
+    if (block / "partition").exists():
+        block = block.parent
+    model, vendor = (_read(block / "device" / name) for name in ("model", "vendor"))
+    if re.match(r"(vd|xvd)[a-z]", device) or re.search(
+        r"QEMU|VMware|VBOX|Virtual|Elastic Block|PersistentDisk", model + vendor
+    ):
+        return "a virtual disk, medium unknown", "unknown"
+    if block.name.startswith("nvme"):
+        return f"NVMe device ({model or 'model unknown'})", "nvme"
+    if re.match(r"sd[a-z]", block.name):
+        rotational = _read(block / "queue" / "rotational")
+        if rotational == "1":
+            return "a disk that the kernel calls rotational", "rotational"
+        if rotational == "0":
+            return "a disk that the kernel calls solid state", "solid state"
+    return "a device of unknown medium", "unknown"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+@dataclass
+class Workspace:
+    """Our own folder on a target, with the emulated device in front of it where the target is emulated."""
+
+    target: Target
+    folder: Path
+    storage: Storage
+    device: emulated.Device | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def charge_write(self, folder: Path) -> float | None:
+        """Charge the files below ``folder``, just written, to the emulated device.
+
+        Blocks until the device has acknowledged them.
+
+        Returns
+        -------
+        float or None
+            Monotonic time at which they are durable; None where nothing is emulated.
+        """
+        if self.device is None:
+            return None
+        written = [self.device.write(str(path), path.stat().st_size) for path in files_below(folder)]
+        return max((one.durable_s for one in written), default=time.monotonic())
+
+    def charge_read(self, paths: Sequence[Path]) -> None:
+        """Charge a cold read of ``paths``, about to be read, to the emulated device."""
+        if self.device is not None:
+            for path in paths:
+                self.device.read(str(path), path.stat().st_size)
+
+
+def directory(target: Target) -> Path:
+    """Give the directory in which the target's bytes will lie, as an absolute path.
+
+    Raises
+    ------
+    ConfigError
+        If it is missing or not a directory.
+    """
+    if target.emulated:
+        return emulated.default_folder()[0]
+    path = Path(os.path.expandvars(target.location)).expanduser().absolute()
+    if not path.exists():
+        raise ConfigError(f"target {target.name}={target.location!r} is missing; make the directory or mount it first")
+    if not path.is_dir():
+        raise ConfigError(f"target {target.name}={target.location!r} is not a directory; name one")
+    return path
+
+
+def check(targets: Sequence[Target], needed_bytes: int, control: bool = False) -> list[str]:
+    """Refuse what can't work before anything runs.
+
+    Parameters
+    ----------
+    needed_bytes
+        What the study will keep on each target at once.
+    control
+        Allow one directory under two names.
+
+    Returns
+    -------
+    list of str
+        Warnings, one line each.
+
+    Raises
+    ------
+    ConfigError
+        If a target is missing, no directory, not writable, too full, unknown, or named twice.
+    """
+    warnings: list[str] = []
+    seen: dict[str, Target] = {}
+    devices: dict[int, Target] = {}
+    for target in targets:
+        folder = directory(target)
+        if target.emulated:
+            warnings += _check_profile(target, folder)
+        else:
+            real = os.path.realpath(folder)
+            if real in seen and not control:
+                raise ConfigError(
+                    f"target {target.name}={target.location!r} is the same directory as {seen[real].name}; "
+                    "give another one, or --control for an A/A study"
+                )
+            first = devices.setdefault(folder.stat().st_dev, target)
+            if first is not target and real not in seen:
+                warnings.append(f"targets {first.name} and {target.name} lie on the same device; expect no difference")
+            seen[real] = target
+        _check_room(target, folder, needed_bytes)
+    return warnings
+
+
+def _check_profile(target: Target, folder: Path) -> list[str]:
+    try:
+        emulated.check_ceiling(emulated.parse_profile(target.location.removeprefix(EMULATED)), folder)
+    except ValueError as error:
+        raise ConfigError(f"target {target.name}={target.location!r} is refused: {error}") from None
+    if emulated.default_folder()[1]:
+        return []
+    return [f"target {target.name} is emulated, and its bytes lie on a disk, as this machine has no /dev/shm"]
+
+
+def _check_room(target: Target, folder: Path, needed_bytes: int) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK) or os.statvfs(folder).f_flag & os.ST_RDONLY:
+        raise ConfigError(f"target {target.name}={target.location!r} is not writable; choose one that you may write to")
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes + MARGIN_BYTES > free_bytes:
+        raise ConfigError(
+            f"target {target.name}={target.location!r} is too full: the checkpoints need "
+            f"{(needed_bytes + MARGIN_BYTES) / 1e6:,.0f} MB and {free_bytes / 1e6:,.0f} MB are free; "
+            "free some, or use fewer steps or a smaller model"
+        )
+
+
+def _machine() -> str:
+    return hashlib.sha256(f"{socket.gethostname()}{uuid.getnode()}".encode()).hexdigest()[:16]
+
+
+def _owned(folder: Path) -> dict | None:
+    """Read the marker of a folder of ours; None for anything else, a link included."""
+    if folder.is_symlink() or not folder.is_dir():
+        return None
+    try:
+        marker = json.loads((folder / MARKER).read_text())
+    except (OSError, ValueError):
+        return None
+    return marker if isinstance(marker, dict) and folder.name == f"stallbench-{marker.get('study_id')}" else None
+
+
+@contextmanager
+def claim(target: Target, study_id: str) -> Iterator[Path]:
+    """Make and mark our folder on the target, hold it, and remove it (and nothing else) at the end.
+
+    Folders that earlier runs on this machine left behind when they were killed are removed first: they carry the
+    marker, and nobody holds their lock.
+
+    Raises
+    ------
+    ConfigError
+        If the folder can't be made.
+    """
+    root = directory(target)
+    sweep(root)
+    folder = root / f"stallbench-{study_id}"
+    try:
+        folder.mkdir()
+        (folder / MARKER).write_text(json.dumps({"study_id": study_id, "machine": _machine()}))
+    except OSError as error:
+        raise ConfigError(
+            f"target {target.name}={target.location!r}: {error.strerror}; choose one that takes files"
+        ) from None
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire()
+    except (NotImplementedError, OSError):
+        pass  # no locks on this file system: then nobody sweeps the folder either
+    try:
+        yield folder
+    finally:
+        lock.release(force=True)
+        remove(folder)
+
+
+def sweep(root: Path) -> None:
+    """Remove the marked folders that killed runs of this machine left in ``root``."""
+    for folder in sorted(root.glob("stallbench-*")):
+        marker = _owned(folder)
+        if marker is None or marker.get("machine") != _machine():
+            continue
+        lock = FileLock(folder / LOCK, timeout=0)
+        try:
+            lock.acquire()
+        except (Timeout, NotImplementedError, OSError):
+            continue
+        lock.release(force=True)
+        remove(folder)
+
+
+def remove(folder: Path) -> bool:
+    """Remove a folder that carries our marker; links in it are removed, never followed.
+
+    Returns
+    -------
+    bool
+        Whether it is gone; a clean-up that fails (an NFS client's ``.nfs*`` files) is left to the next start.
+    """
+    if _owned(folder) is None:
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
+
+
+def open_workspace(target: Target, owned: Path, trial_id: str) -> Workspace:
+    """Make a trial's fresh folder inside the folder that ``claim`` made.
+
+    Raises
+    ------
+    ConfigError
+        If ``owned`` doesn't carry our marker.
+    """
+    if _owned(owned) is None:
+        raise ConfigError(f"target {target.name}: {owned.name} carries no marker of this study; start the study again")
+    folder = owned / trial_id
+    folder.mkdir()
+    if not target.emulated:
+        return Workspace(target, folder, describe(folder))
+    profile = emulated.parse_profile(target.location.removeprefix(EMULATED))
+    device = emulated.Device(profile, owned / "queue")
+    return Workspace(target, folder, Storage(f"emulated {target.location.removeprefix(EMULATED)}", "emulated"), device)
+
+
+def storage_of(target: Target) -> dict:
+    """Say what a target is, as plain values for a results file."""
+    if target.emulated:
+        text = target.location.removeprefix(EMULATED)
+        profile = emulated.parse_profile(text).model_dump()
+        return asdict(Storage(f"emulated {text}", "emulated")) | {"profile": profile}
+    return asdict(describe(directory(target)))

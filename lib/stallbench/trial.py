@@ -1,0 +1,331 @@
+"""One fine-tuning run on one target under one condition: data on the target, training with saves, a proven restore."""
+
+import errno
+import gc
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import psutil
+
+from stallbench import targets, workload
+from stallbench.config import RESULTS, ConfigError, Target, TrialConfig
+from stallbench.pagecache import drop_metadata, drop_tree, files_below, sync_tree
+from stallbench.privacy import Redactor
+from stallbench.probe import raw_limits
+from stallbench.results import FAILURE, METHOD_VERSION, SCHEMA_VERSION, SPANS, TRIAL, trial_id, write_json
+from stallbench.spans import Span, Timeline
+
+if TYPE_CHECKING:
+    from stallbench.training import MeasuredTrainer
+
+# A restore also deserialises, so it can not outrun the raw limit; that limit itself varied by a factor of 2 here.
+COLD_READ_SLACK = 2.0
+OVERDUE_EXIT_CODE = 70
+INTERRUPTED = "stopped before the trial ended"
+_FULL = {errno.ENOSPC: "disk full", errno.EDQUOT: "quota used up"}
+
+
+class TrialError(RuntimeError):
+    """A trial that ran and can't count; the message says why in one line."""
+
+
+def _step_of_trial(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn an error inside one of the trial's steps into a recorded failure, and leave nothing on the target."""
+
+    @wraps(method)
+    def guarded(self: "Trial") -> Any:
+        try:
+            return method(self)
+        except BaseException as error:
+            self.fail(self.explain(error))
+            raise
+
+    return guarded
+
+
+class Trial:
+    """One trial, step by step: ``put_data``, ``train``, ``restore``, ``finish``.
+
+    Parameters
+    ----------
+    config
+        What to run. With a ``claim_id`` the study has made our folder on the target already; alone, the trial makes
+        and removes its own.
+
+    Raises
+    ------
+    ConfigError
+        If the target can't serve; nothing was written then.
+    """
+
+    def __init__(self, config: TrialConfig) -> None:
+        workload.go_offline(config.allow_download)
+        self.config = config
+        self.target = Target(name=config.target_name, location=config.target)
+        self.id = trial_id(config.block, config.attempt, config.target_name, config.wait)
+        self._began_s, self._began_utc = time.monotonic(), datetime.now(UTC)
+        self._closing = ExitStack()
+        if not config.claim_id:
+            targets.check([self.target], self._needed_bytes() or 0)
+        self.out = self._make_out()
+        self.redactor = Redactor(
+            [] if self.target.emulated else [(config.target_name, config.target)], config.show_paths
+        )
+        owned = self._own_folder()
+        self.workspace = targets.open_workspace(self.target, owned, self.id)
+        self._closing.callback(shutil.rmtree, self.workspace.folder, ignore_errors=True)
+        self._scratch = Path(self._closing.enter_context(tempfile.TemporaryDirectory(prefix="stallbench-cache-")))
+        self._memory_free_bytes = psutil.virtual_memory().available
+        self._trainer: MeasuredTrainer | None = None
+        self.timeline = Timeline()
+        self.checks: dict[str, Any] = {}
+
+    def _make_out(self) -> Path:
+        if self.config.out:
+            out = Path(self.config.out).expanduser().absolute()
+        else:
+            out = RESULTS / "alone" / f"{self._began_utc:%Y%m%d-%H%M%S}-{uuid4().hex[:6]}"
+        out.mkdir(parents=True, exist_ok=True)
+        if (out / TRIAL).exists():
+            raise ConfigError(f"out={self.config.out!r} holds a trial already; name a fresh folder")
+        return out
+
+    def _own_folder(self) -> Path:
+        if self.config.claim_id:
+            return targets.directory(self.target) / f"stallbench-{self.config.claim_id}"
+        return self._closing.enter_context(targets.claim(self.target, uuid4().hex[:12]))
+
+    def _needed_bytes(self) -> int | None:
+        return workload.planned_bytes(self.config, workload.checkpoint_bytes(self.config.model), self.config.wait)
+
+    @_step_of_trial
+    def put_data(self) -> None:
+        """Write the tokenised data to the target, then read it back cold: what a fresh iteration waits for."""
+        from stallbench.training import synchronize
+
+        self.timeline = Timeline(synchronize)
+        folder = self.workspace.folder / "data"
+        with self.timeline.span("put_data"):
+            self._classes = workload.put_data(self.config, folder, self._scratch)
+            self.workspace.charge_write(folder)
+            sync_tree(folder)
+        with self._cold_span("reload_data", folder) as span:
+            shards = [path for path in files_below(folder) if path.suffix == ".arrow"]
+            self.workspace.charge_read(shards)
+            span.size_bytes, span.files = workload.reload(shards), len(shards)
+        self.checks["training_data_cache"] = self._drop(folder)["cache_data"]
+
+    @contextmanager
+    def _cold_span(self, kind: str, folder: Path) -> Iterator[Span]:
+        caches = self._drop(folder)
+        with self.timeline.span(kind, **caches) as span:
+            yield span
+
+    def _drop(self, folder: Path) -> dict[str, str]:
+        """Drop what can be dropped below ``folder``; say for each layer whether it is cold."""
+        if self.workspace.device is not None:  # it charges each first read as a cold one
+            return {"cache_data": "cold", "cache_metadata": "cold", "cache_server": "cold"}
+        server = "warm" if self.workspace.storage.medium == "memory" else "unknown"
+        return {"cache_data": drop_tree(folder), "cache_metadata": drop_metadata(), "cache_server": server}
+
+    @_step_of_trial
+    def train(self) -> None:
+        """Fine-tune with saves at the interval, one step beyond the last save, and an evaluation.
+
+        Raises
+        ------
+        TrialError
+            If a save failed, or was not durable in the end.
+        """
+        raw_limits(self.workspace, self.timeline)
+        trainer = self._trainer = self._make_trainer()
+        self._check_room(trainer)
+        trainer.train()
+        trainer.finish_syncs()
+        trainer.fingerprints["next"] = self._fingerprint(trainer)
+        with self.timeline.span("eval", step=self.config.steps + 1):
+            self.evaluation = trainer.evaluate()
+
+    @_step_of_trial
+    def restore(self) -> None:
+        """Read the last checkpoint back cold into a new model and optimizer, prove it equal, and train on for a step.
+
+        Raises
+        ------
+        TrialError
+            If any part differs from what was saved, the next step differs from the unbroken run, or a cold read was
+            faster than the raw limit, which means that it wasn't cold.
+        """
+        first, self._trainer = self._trainer, None
+        saved, unbroken, losses = first.fingerprints["saved"], first.fingerprints["next"], first.losses
+        del first
+        gc.collect()
+        checkpoint = self._output_dir / f"checkpoint-{self.config.steps}"
+        caches = self._drop(checkpoint)
+        second = self._make_trainer()
+        second.train(resume_from_checkpoint=str(checkpoint))
+        for span in self._restore_spans():
+            for layer, state in caches.items():
+                setattr(span, layer, state)
+        self._prove("restored state", saved, second.fingerprints["restored"])
+        self._prove("state one step on", unbroken, self._fingerprint(second))
+        if second.losses != losses[-1:]:
+            raise TrialError(f"the restored run's next loss is {second.losses}, the unbroken run's {losses[-1:]}")
+        self.losses = losses
+        self.checks |= {"restored_equal": True, "next_step_equal": True, "loss": losses[-1]}
+        self._check_cold(caches["cache_data"])
+
+    @_step_of_trial
+    def finish(self) -> Path:
+        """Leave the target as it was and write the results; ``trial.json`` comes last and says that the trial counts.
+
+        Returns
+        -------
+        pathlib.Path
+            The folder of the results.
+        """
+        if "restored_equal" not in self.checks:
+            raise TrialError("there is nothing to write: run put_data, train and restore first")
+        self._closing.close()
+        self.timeline.frame().to_parquet(self.out / SPANS, index=False)
+        hidden = set() if self.config.show_paths else {"target", "out", "model", "dataset"}
+        write_json(
+            self.out / TRIAL,
+            {
+                "schema_version": SCHEMA_VERSION,
+                "method_version": METHOD_VERSION,
+                "trial": self.id,
+                "config": self.redactor.tree(self.config.model_dump(exclude=hidden)),
+                "storage": self.redactor.tree(targets.storage_of(self.target)),
+                "began_utc": self._began_utc.isoformat(timespec="seconds"),
+                "wall_s": time.monotonic() - self._began_s,
+                "memory_free_bytes": self._memory_free_bytes,
+                "autosave_off": bool(self.config.claim_id),
+                "losses": self.losses,
+                "eval_loss": self.evaluation["eval_loss"],
+                "checks": self.checks,
+            },
+        )
+        return self.out
+
+    @property
+    def _output_dir(self) -> Path:
+        return self.workspace.folder / "checkpoints"
+
+    def _make_trainer(self) -> "MeasuredTrainer":
+        from transformers import TrainingArguments, set_seed
+
+        from stallbench.training import MeasuredTrainer
+
+        set_seed(self.config.seed, deterministic=True)
+        model = workload.load_model(self.config, self._classes)
+        data = self.workspace.folder / "data"
+        arguments = TrainingArguments(
+            output_dir=str(self._output_dir),
+            max_steps=self.config.steps + 1,
+            per_device_train_batch_size=self.config.batch_size,
+            per_device_eval_batch_size=self.config.batch_size,
+            learning_rate=self.config.learning_rate,
+            seed=self.config.seed,
+            full_determinism=True,
+            save_strategy="no",  # SaveClock asks for each save, also by time
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        return MeasuredTrainer(
+            config=self.config,
+            timeline=self.timeline,
+            workspace=self.workspace,
+            on_overdue=self._abort,
+            model=model,
+            args=arguments,
+            train_dataset=workload.TargetRows(data / "train", self.workspace.charge_read),
+            eval_dataset=workload.TargetRows(data / "eval", self.workspace.charge_read),
+        )
+
+    def _check_room(self, trainer: "MeasuredTrainer") -> None:
+        """Refuse before the first step, now that the model's size is known, also that of a Hub model."""
+        weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
+        needed_bytes = workload.planned_bytes(self.config, workload.ADAMW_STATES * weights, self.config.wait) or 0
+        free_bytes = shutil.disk_usage(self.workspace.folder).free
+        if needed_bytes > free_bytes:
+            raise TrialError(
+                f"target {self.target.name} is too full: the checkpoints need {needed_bytes / 1e6:,.0f} MB and "
+                f"{free_bytes / 1e6:,.0f} MB are free"
+            )
+
+    @staticmethod
+    def _fingerprint(trainer: "MeasuredTrainer") -> dict:
+        from stallbench.training import fingerprint
+
+        return fingerprint(trainer)
+
+    @staticmethod
+    def _prove(what: str, expected: dict, found: dict) -> None:
+        unlike = [part for part in expected if expected[part] != found[part]]
+        if unlike:
+            raise TrialError(f"the {what} differs from the unbroken run in: {', '.join(unlike)}")
+
+    def _restore_spans(self) -> list[Span]:
+        return [span for span in self.timeline.spans if span.kind == "restore"]
+
+    def _check_cold(self, cache_data: str) -> None:
+        raw = [span.size_bytes / span.duration_s for span in self.timeline.spans if span.kind == "raw_read"]
+        parts = self._restore_spans()
+        rate = sum(part.size_bytes for part in parts) / sum(part.duration_s for part in parts)
+        if raw and cache_data == "cold" and rate > COLD_READ_SLACK * raw[0]:
+            raise TrialError(
+                f"the cold restore ran at {rate / 1e6:,.0f} MB/s, above the raw limit of {raw[0] / 1e6:,.0f} MB/s: "
+                "some cache below was warm, so the figure would be wrong"
+            )
+
+    def _abort(self, reason: str) -> None:
+        """End this process from the watching thread: a write that hangs in the kernel can't be interrupted."""
+        self.fail(reason, clean=False)
+        os._exit(OVERDUE_EXIT_CODE)
+
+    def fail(self, reason: str, clean: bool = True) -> None:
+        """Record the failure, unless one is recorded, and clear the target where that can't hang."""
+        if not (self.out / FAILURE).exists():
+            failure = {"trial": self.id, "reason": self.redactor.text(reason), "interrupted": reason == INTERRUPTED}
+            write_json(self.out / FAILURE, failure)
+        if clean:
+            self._closing.close()
+
+    def explain(self, error: BaseException) -> str:
+        """Say in one line why a step failed; a full disk is named as such, however the writer put it."""
+        chain: list[BaseException] = []
+        link: BaseException | None = error
+        while link is not None and link not in chain:
+            chain.append(link)
+            link = link.__cause__ or link.__context__
+        numbers = [link.errno for link in chain if isinstance(link, OSError)]
+        text = " ".join(str(link) for link in chain)
+        needed_bytes = self._needed_bytes() or 0
+        try:
+            free_bytes = shutil.disk_usage(self.workspace.folder.parent).free
+        except OSError as lost:
+            return f"the target is gone: {lost.strerror}"
+        # torch's and safetensors' writers lose the number: pytorch issues 76108, 10577
+        full = next(
+            (words for number, words in _FULL.items() if number in numbers or os.strerror(number) in text), None
+        )
+        if full is None and free_bytes < needed_bytes and ("unexpected pos" in text or "PytorchStreamWriter" in text):
+            full = _FULL[errno.ENOSPC]
+        if full:
+            return f"{full}: the checkpoints need {needed_bytes / 1e6:,.0f} MB, {free_bytes / 1e6:,.0f} MB are free"
+        if isinstance(error, KeyboardInterrupt):
+            return INTERRUPTED
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

