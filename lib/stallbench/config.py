@@ -142,7 +142,8 @@ class Workload(_Request):
     def _whole_intervals(self) -> None:
         if self.steps < self.every_steps:
             raise ValueError(
-                f"steps={self.steps} is fewer than one interval of every_steps={self.every_steps}; no checkpoint would be saved"
+                f"steps={self.steps} is fewer than one interval of every_steps={self.every_steps}; "
+                "no checkpoint would be saved"
             )
         if self.steps % self.every_steps:
             down = self.steps // self.every_steps * self.every_steps
@@ -152,8 +153,8 @@ class Workload(_Request):
             )
         if self.steps // self.every_steps <= self.warmup_saves:
             raise ValueError(
-                f"steps={self.steps} gives {self.steps // self.every_steps} saves, and warmup_saves={self.warmup_saves} "
-                "of them are not counted; nothing would be measured, use more steps"
+                f"steps={self.steps} gives {self.steps // self.every_steps} saves, and "
+                f"warmup_saves={self.warmup_saves} of them are not counted; nothing would be measured, use more steps"
             )
         if self.steps <= self.warmup_steps:
             raise ValueError(f"steps={self.steps} are all warm-up (warmup_steps={self.warmup_steps}); use more steps")

@@ -13,8 +13,8 @@ import psutil
 from stallbench.config import ROOT
 
 PACKAGES = (
-    "stallbench", "torch", "transformers", "datasets", "accelerate", "safetensors", "papermill", "nbclient", "jupyterlab",
-    "matplotlib", "pandas", "pyarrow", "scipy", "numpy",
+    "stallbench", "torch", "transformers", "datasets", "accelerate", "safetensors", "papermill", "nbclient",
+    "jupyterlab", "matplotlib", "pandas", "pyarrow", "scipy", "numpy",
 )  # fmt: skip
 
 

@@ -47,6 +47,7 @@ class Schedule:
     workdays_per_year: int = 230
 
     def __post_init__(self) -> None:
+        """Refuse what can't be a schedule."""
         for field in fields(self):
             value = getattr(self, field.name)
             _require_positive(field.name, value)
@@ -58,7 +59,7 @@ class Schedule:
         if not self.saves:
             raise ValueError(
                 f"run_h={self.run_h:g} is refused: the run is shorter than one interval "
-                f"(interval_min={self.interval_min:g}), so that nothing would be saved"
+                f"(interval_min={self.interval_min:g}); nothing would be saved"
             )
 
     @property

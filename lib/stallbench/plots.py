@@ -1,28 +1,48 @@
-"""Figures: each takes tables and gives a matplotlib figure; colour is never the only sign."""
+"""Figures: each takes a study or its tables and gives a matplotlib figure; colour is never the only sign."""
 
 from importlib.resources import files
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from stallbench.analysis import MEASURES, block_means, condition, measured
+from stallbench.models import ARTICLE_FAST_S, ARTICLE_SLOW_S, Schedule, cumulative_wait
+from stallbench.results import Study
+from stallbench.stats import Interval, mean_interval
+
 plt.style.use(str(files("stallbench") / "stallbench.mplstyle"))
 
-# Okabe and Ito's palette (2008), told apart by lightness and by hatch in greyscale.
+# Okabe and Ito's palette (2008): told apart by lightness, and by marker, line or hatch besides.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#333333", "#56b4e9")
+_MARKERS = ("o", "^", "s", "D", "v", "P")
+_LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
 _LANES = {
     "put_data": ("data", "#999999", ""),
-    "reload_data": ("data", "#56b4e9", ""),
-    "data_wait": ("train", "#d55e00", ""),
+    "reload_data": ("data", "#56b4e9", "...."),
+    "raw_write": ("raw limit", "#bbbbbb", ""),
+    "raw_read": ("raw limit", "#777777", ""),
     "step": ("train", "#f0e442", ""),
-    "save": ("save", "#0072b2", ""),
+    "data_wait": ("train", "#d55e00", ""),
+    "eval": ("train", "#ffffff", "...."),
+    "write": ("save", "#0072b2", ""),
     "sync": ("sync", "#cc79a7", "////"),
-    "delete": ("save", "#999999", ""),
-    "eval": ("train", "#009e73", ".."),
+    "delete": ("save", "#000000", ""),
     "restore": ("restore", "#009e73", "\\\\\\\\"),
-    "raw_write": ("probe", "#bbbbbb", ""),
-    "raw_read": ("probe", "#777777", ""),
 }
+
+
+def _look(study: Study, target: str) -> dict[str, str]:
+    """Give a target the same colour and marker in every figure."""
+    index = study.targets.index(target) % len(_COLOURS)
+    return {"color": _COLOURS[index], "marker": _MARKERS[index]}
+
+
+def _tick(study: Study, target: str) -> str:
+    return f"{target}\n(emulated)" if study.emulated(target) else target
 
 
 def trial_timeline(spans: pd.DataFrame, title: str) -> Figure:
@@ -33,20 +53,130 @@ def trial_timeline(spans: pd.DataFrame, title: str) -> Figure:
     spans
         Columns ``kind``, ``start_s``, ``end_s``, as ``Timeline.frame`` gives them.
     """
-    lanes = ["data", "probe", "train", "save", "sync", "restore"]
     figure, axes = plt.subplots(figsize=(5.2, 2.9))
-    handles = {}
+    _draw_timeline(axes, spans)
+    axes.set_title(title)
+    axes.set_xlabel("seconds since the trial began")
+    _timeline_legend(figure, spans)
+    return figure
+
+
+def timelines(study: Study) -> Figure:
+    """Draw one trial of each target, from the same block and wait rule, over one time axis."""
+    wait = condition(study, "return")
+    trials = study.counted[study.counted.wait == wait]
+    block = trials.groupby("block").target.nunique().idxmax()
+    shown = trials[trials.block == block].set_index("target").trial
+    targets = [target for target in study.targets if target in shown]
+    figure, axes = plt.subplots(len(targets), sharex=True, squeeze=False, figsize=(5.2, 0.8 + 1.75 * len(targets)))
+    for axis, target in zip(axes[:, 0], targets, strict=True):
+        _draw_timeline(axis, study.spans[study.spans.trial == shown[target]])
+        emulated = ", emulated" if study.emulated(target) else ""
+        axis.set_title(f"{target}{emulated}: block {block}, wait={wait}")
+    axes[-1, 0].set_xlabel("seconds since the trial began")
+    _timeline_legend(figure, study.spans)
+    return figure
+
+
+def _draw_timeline(axes: Axes, spans: pd.DataFrame) -> None:
+    lanes = ["data", "raw limit", "train", "save", "sync", "restore"]
     for kind, (lane, colour, hatch) in _LANES.items():
         rows = spans[spans.kind == kind]
-        if rows.empty:
-            continue
         bars = list(zip(rows.start_s, rows.end_s - rows.start_s, strict=True))
         y = len(lanes) - 1 - lanes.index(lane)
-        axes.broken_barh(bars, (y - 0.36, 0.72), facecolor=colour, hatch=hatch, edgecolor="#333333", linewidth=0.25)
-        handles[kind] = Patch(facecolor=colour, hatch=hatch, edgecolor="#333333", label=kind.replace("_", " "))
+        axes.broken_barh(bars, (y - 0.38, 0.76), facecolor=colour, hatch=hatch, edgecolor="#333333", linewidth=0.2)
     axes.set_yticks(range(len(lanes)), lanes[::-1])
-    axes.set_xlabel("seconds since the trial began")
-    axes.set_title(title)
+    axes.set_ylim(-0.6, len(lanes) - 0.4)
+    axes.set_xlim(left=0)
     axes.grid(axis="y", visible=False)
-    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=4, fontsize=8)
+
+
+def _timeline_legend(figure: Figure, spans: pd.DataFrame) -> None:
+    handles = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor="#333333", linewidth=0.4, label=kind.replace("_", " "))
+        for kind, (_, colour, hatch) in _LANES.items()
+        if (spans.kind == kind).any()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8.5, handlelength=1.4)
+
+
+def side_by_side(study: Study) -> Figure:
+    """Draw every counted event as a point, and the mean over blocks with its 95 % interval, one panel a measure."""
+    measures = ("step_s", "returned_s", "durable_s", "restore_s")
+    height = 0.55 + 0.42 * len(study.targets)
+    figure, axes = plt.subplots(len(measures), figsize=(5.2, len(measures) * (height + 0.45)))
+    for axis, measure in zip(axes, measures, strict=True):
+        words, preferred = MEASURES[measure]
+        wait = condition(study, preferred)
+        _draw_events(axis, study, measure, wait)
+        axis.set_title(f"{words[0].upper()}{words[1:]} (wait={wait})")
+    axes[-1].set_xlabel("seconds; each panel has its own scale, from 0")
     return figure
+
+
+def _draw_events(axes: Axes, study: Study, measure: str, wait: str) -> None:
+    scatter = np.random.default_rng(0)  # so that a page rendered twice is the same
+    values = measured(study, measure, wait)
+    for row, target in enumerate(study.targets):
+        points = values[values.target == target].value_s
+        if points.empty:
+            continue
+        y = len(study.targets) - 1 - row
+        look = _look(study, target)
+        axes.plot(points, y + scatter.uniform(-0.22, 0.22, len(points)), ls="", ms=4.5, alpha=0.45, mew=0, **look)
+        mean = mean_interval(block_means(study, measure, target, wait))
+        axes.plot([mean.low, mean.high], [y, y], color="black", lw=2.2, solid_capstyle="butt")
+        axes.plot(mean.mean, y, marker="|", ms=17, mew=2.2, color="black")
+    axes.set_yticks(range(len(study.targets)), [_tick(study, target) for target in study.targets[::-1]])
+    axes.set_ylim(-0.5, len(study.targets) - 0.5)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", visible=False)
+
+
+def cumulative(study: Study, schedule: Schedule) -> Figure:
+    """Draw how the projected waiting adds up over one run, until durable, with the 95 % interval as a band."""
+    figure, axes = plt.subplots(figsize=(5.2, 3.1))
+    for target, interval in _durable(study).items():
+        steps = cumulative_wait(interval, schedule)
+        colour = _look(study, target)["color"]
+        line = _LINES[study.targets.index(target) % len(_LINES)]
+        axes.step(steps.hour, steps.wait_s / 60, where="post", color=colour, ls=line, label=_label(study, target))
+        axes.fill_between(steps.hour, steps.low_s / 60, steps.high_s / 60, step="post", color=colour, alpha=0.22, lw=0)
+    axes.set_xlabel("hours of training")
+    axes.set_ylabel("minutes waited (projected)")
+    axes.set_xlim(0, schedule.run_h)
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"{schedule.saves} saves in {schedule.run_h:g} hours, until durable")
+    axes.legend(loc="upper left")
+    return figure
+
+
+def beside_the_article(study: Study, schedule: Schedule) -> Figure:
+    """Draw the minutes waited in a run: the article's 40 s and 30 s, and the times measured here, until durable."""
+    none = float("nan")
+    bars = [
+        ("article: HDD NAS, 40 s", Interval(ARTICLE_SLOW_S, none, none, 0), "#bbbbbb", "////"),
+        ("article: NVMe, 30 s", Interval(ARTICLE_FAST_S, none, none, 0), "#eeeeee", ""),
+    ]
+    for target, interval in _durable(study).items():
+        bars.append((_label(study, target), interval, _look(study, target)["color"], ""))
+    figure, axes = plt.subplots(figsize=(5.2, 0.9 + 0.4 * len(bars)))
+    for row, (_, interval, colour, hatch) in enumerate(bars[::-1]):
+        mean, low, high = (value * schedule.saves / 60 for value in (interval.mean, interval.low, interval.high))
+        axes.barh(row, mean, color=colour, hatch=hatch, edgecolor="#333333", linewidth=0.6, height=0.62)
+        axes.plot([low, high], [row, row], color="black", lw=2)
+        axes.annotate(f" {mean:.1f} min", (max(mean, np.nan_to_num(high)), row), va="center", fontsize=9)
+    axes.set_yticks(range(len(bars)), [label for label, *_ in bars[::-1]])
+    axes.set_xlim(0, max(interval.mean for _, interval, *_ in bars) * schedule.saves / 60 * 1.2)
+    axes.set_xlabel(f"minutes waited in a run of {schedule.saves} saves")
+    axes.grid(axis="y", visible=False)
+    return figure
+
+
+def _durable(study: Study) -> dict[str, Interval]:
+    means = {target: block_means(study, "durable_s", target) for target in study.targets}
+    return {target: mean_interval(blocks) for target, blocks in means.items() if len(blocks)}
+
+
+def _label(study: Study, target: str) -> str:
+    return f"{target}, emulated" if study.emulated(target) else target

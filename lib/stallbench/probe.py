@@ -18,7 +18,7 @@ _NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM}
 
 
 def raw_limits(workspace: Workspace, timeline: Timeline) -> None:
-    """Record how fast the path takes, and gives back, 128 MiB past the page cache, as spans ``raw_write``, ``raw_read``.
+    """Record how fast the path takes and gives back 128 MiB past the page cache: spans ``raw_write``, ``raw_read``.
 
     Four threads keep 4 MiB requests in flight on one fresh file; the write ends with an fsync. Where the file system
     has no O_DIRECT (macOS, some memory file systems) nothing is recorded, and the limit stays unknown. An emulated

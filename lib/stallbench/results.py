@@ -19,13 +19,8 @@ SCHEMA_VERSION = 1
 #   1  Trainer's save as shipped, fsync of the tree for durable, fadvise and mincore for cold
 METHOD_VERSION = 1
 
-STUDY, ENVIRONMENT, TRIAL, FAILURE, SPANS = (
-    "study.json",
-    "environment.json",
-    "trial.json",
-    "failure.json",
-    "spans.parquet",
-)
+STUDY, ENVIRONMENT, VALIDATION = "study.json", "environment.json", "validation.json"
+TRIAL, FAILURE, SPANS = "trial.json", "failure.json", "spans.parquet"
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -87,7 +82,7 @@ class Study:
         return bool(self.request["control"])
 
     def storage(self, target: str) -> dict[str, Any]:
-        """What kind of storage a target is."""
+        """Say what kind of storage a target is."""
         return next(entry["storage"] for entry in self.request["targets"] if entry["name"] == target)
 
     def emulated(self, target: str) -> bool:
@@ -111,7 +106,7 @@ class Study:
 
     @cached_property
     def events(self) -> pd.DataFrame:
-        """One row a checkpoint event: ``returned_s``, ``durable_s``, ``stall_s``, ``size_bytes``, ``files``, ``warmup``."""
+        """One row a checkpoint event, with ``returned_s``, ``durable_s``, ``stall_s`` and ``size_bytes``."""
         spans = self.spans
         saves = spans[spans.kind == "save"]
         key = ["trial", "id"]

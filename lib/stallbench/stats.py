@@ -246,7 +246,7 @@ def _paired(fast: pd.Series, slow: pd.Series) -> tuple[np.ndarray, np.ndarray]:
     for name, series in (("fast", fast), ("slow", slow)):
         if not series.index.is_unique:
             twice = series.index[series.index.duplicated()][0]
-            raise ValueError(f"{name} holds block {twice!r} twice; give one mean per block")
+            raise ValueError(f"{name} holds block {twice} twice; give one mean per block")
     common = fast.index.intersection(slow.index)
     if common.empty:
         raise ValueError("fast and slow have no block in common; nothing can be paired")

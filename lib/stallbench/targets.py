@@ -317,5 +317,6 @@ def storage_of(target: Target) -> dict:
     if target.emulated:
         text = target.location.removeprefix(EMULATED)
         profile = emulated.parse_profile(text).model_dump()
-        return asdict(Storage(f"emulated {text}", "emulated")) | {"profile": profile}
-    return asdict(describe(directory(target)))
+        return {**asdict(Storage(f"emulated {text}", "emulated")), "options": [], "profile": profile}
+    storage = describe(directory(target))
+    return {**asdict(storage), "options": list(storage.options)}  # as JSON gives it back

@@ -1,0 +1,99 @@
+"""From a study's folder to one page: run the analysis notebooks, join them, render without scripts or network."""
+
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+
+import nbformat
+from nbconvert import HTMLExporter
+
+from stallbench import __version__
+from stallbench.config import NOTEBOOKS
+from stallbench.execute import execute_notebook, kernel_environment
+from stallbench.present import summary
+from stallbench.privacy import Redactor
+from stallbench.results import Study, load_study
+
+SECTIONS = ("02_checkpoint_stalls", "03_compounding")
+COVER = "report"
+# The cell of the cover notebook in whose place the sections stand.
+SECTIONS_TAG, FIGURE_TAG = "sections", "figure"
+CELL_LIMIT_S = 300
+
+
+class ReportError(RuntimeError):
+    """A report that came out incomplete; the message says which notebook and cell."""
+
+
+def render(folder: str | Path) -> Path:
+    """Execute the analysis notebooks on a study and write ``report/index.html`` and ``report/summary.md``.
+
+    Nothing is measured. The executed notebooks stay beside the page.
+
+    Returns
+    -------
+    pathlib.Path
+        The page.
+
+    Raises
+    ------
+    ConfigError
+        If the folder holds no study, or one that measured nothing.
+    ReportError
+        If a cell that draws a figure came out without one.
+    """
+    folder = Path(folder).expanduser().absolute()
+    study = load_study(folder)
+    target = folder / "report"
+    target.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="stallbench-") as scratch, kernel_environment(Path(scratch)):
+        executed = {name: _execute(name, folder, target, Path(scratch)) for name in (COVER, *SECTIONS)}
+    page = _to_html(_join(executed), study)
+    (target / "index.html").write_text(page, encoding="utf-8")
+    (target / "summary.md").write_text(summary(study), encoding="utf-8")
+    return target / "index.html"
+
+
+def _execute(name: str, folder: Path, target: Path, scratch: Path) -> nbformat.NotebookNode:
+    copy = target / f"{name}.ipynb"
+    redactor = Redactor([("study", folder)])
+    execute_notebook(NOTEBOOKS / f"{name}.ipynb", copy, {"study": str(folder)}, redactor, scratch / "run", CELL_LIMIT_S)
+    notebook = nbformat.read(copy, as_version=4)
+    for index, cell in enumerate(notebook.cells):
+        if FIGURE_TAG in cell.metadata.get("tags", ()) and not _has_image(cell):
+            raise ReportError(f"{name}.ipynb: cell {index} drew no figure; is a plotting backend forced?")
+    return notebook
+
+
+def _has_image(cell: nbformat.NotebookNode) -> bool:
+    return any("image/png" in output.get("data", {}) for output in cell.outputs)
+
+
+def _join(executed: dict[str, nbformat.NotebookNode]) -> nbformat.NotebookNode:
+    cover = executed[COVER]
+    cells = []
+    for cell in cover.cells:
+        if SECTIONS_TAG in cell.metadata.get("tags", ()):
+            cells += [part for name in SECTIONS for part in executed[name].cells]
+        else:
+            cells.append(cell)
+    return nbformat.v4.new_notebook(cells=cells, metadata=cover.metadata)
+
+
+def _to_html(notebook: nbformat.NotebookNode, study: Study) -> str:
+    headings = [line for cell in notebook.cells if cell.cell_type == "markdown" for line in cell.source.splitlines()]
+    sections = [(_anchor(line[3:]), line[3:]) for line in headings if line.startswith("## ")]
+    exporter = HTMLExporter(
+        template_name="stallbench", extra_template_basedirs=[str(files("stallbench") / "templates")], exclude_input=True
+    )
+    resources = {
+        "stallbench_version": __version__,
+        "stallbench_title": f"Every minute your model waits: {study.folder.name}",
+        "stallbench_sections": sections,
+    }
+    page, _ = exporter.from_notebook_node(notebook, resources)
+    return page
+
+
+def _anchor(title: str) -> str:
+    return title.strip().replace(" ", "-")  # as nbconvert makes them

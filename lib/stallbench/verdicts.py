@@ -1,0 +1,271 @@
+"""The articles' claims, each with a rule fixed here before any reference study was run, and the headline."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pandas as pd
+
+from stallbench.analysis import Comparison, compare, compared_with, duration, percent, seconds, training_phase
+from stallbench.models import Schedule, worked_example
+from stallbench.results import Study
+
+REPRODUCED, NOT_REPRODUCED, UNDECIDED = "reproduced", "not reproduced", "undecided"
+MODELLED, NOT_TESTED = "modelled", "not tested here"
+
+# Claim 1.2: "about 25 %".
+CLAIMED_TIME_SAVED, CLAIM_LOW, CLAIM_HIGH = 0.25, 0.15, 0.35
+# Claim 1.5: a restore matters to the choice of storage if it differs by more than this.
+RESTORE_DIFFERENCE = 0.05
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict with the figure that it rests on, in words."""
+
+    verdict: str
+    figure: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim of the articles; ``judge`` takes the study and the target that the first is compared with."""
+
+    id: str
+    text: str
+    rule: str
+    section: str
+    judge: Callable[[Study, str], Judgement]
+
+
+def within(low: float, high: float, least: float, most: float) -> str:
+    """Judge an interval against a range: inside it, wholly outside it, or neither."""
+    if not low <= high:  # NaN: one block has no interval
+        return UNDECIDED
+    if least <= low and high <= most:
+        return REPRODUCED
+    return NOT_REPRODUCED if high < least or low > most else UNDECIDED
+
+
+def _on_this_storage(study: Study, other: str, verdict: str, figure: str) -> Judgement:
+    """Hold a verdict back where the storage can't carry it."""
+    media = [study.storage(target)["medium"] for target in (study.targets[0], other)]
+    if study.control:
+        return Judgement(NOT_TESTED, f"A/A control, one storage against itself. {figure}")
+    if "emulated" in media:
+        return Judgement(MODELLED, figure)
+    if "memory" in media:
+        return Judgement(NOT_TESTED, f"One target is memory, not storage. {figure}")
+    return Judgement(verdict, figure)
+
+
+def _training_phase(study: Study, other: str) -> Judgement:
+    verdicts, figures = [], []
+    for wait in study.waits:
+        test = training_phase(study, other, wait)
+        verdicts.append({"equivalent": REPRODUCED, "different": NOT_REPRODUCED}.get(test.verdict, UNDECIDED))
+        change = percent(test.ratio - 1, test.low_95 - 1, test.high_95 - 1)
+        figures.append(f"wait={wait}: {test.verdict} within 5 %, step time differs by {change}")
+    figure = "; ".join(figures) + "."
+    if study.emulated(other):
+        figure += " An in-process emulated device slows a step through its data reads only."
+    return _on_this_storage(study, other, _agreed(verdicts), figure)
+
+
+def _agreed(verdicts: list[str]) -> str:
+    return verdicts[0] if len(set(verdicts)) == 1 else UNDECIDED
+
+
+def _save_time(study: Study, other: str) -> Judgement:
+    verdicts, figures = [], []
+    for measure, words in (("returned_s", "returned"), ("durable_s", "durable")):
+        one = compare(study, measure, other)
+        verdicts.append(within(one.ratio.time_saved_low, one.ratio.time_saved_high, CLAIM_LOW, CLAIM_HIGH))
+        figures.append(f"{words}: {_saved(one)} less time")
+    figure = "; ".join(figures) + f". {storage_for_claim(study, other)}"
+    return _on_this_storage(study, other, _agreed(verdicts), figure)
+
+
+def _saved(one: Comparison) -> str:
+    ratio = one.ratio
+    return percent(ratio.time_saved, ratio.time_saved_low, ratio.time_saved_high)
+
+
+def storage_for_claim(study: Study, other: str) -> str:
+    """Say which other storage would give the claimed 25 %: the save time, and the rate, that it takes."""
+    one = compare(study, "durable_s", other)
+    events = study.events[~study.events.warmup]
+    size_bytes = float(events[(events.target == one.fast) & (events.wait == one.wait)].size_bytes.mean())
+    slow_s = one.fast_s.mean / (1 - CLAIMED_TIME_SAVED)
+    return (
+        f"A store on which this save of {size_bytes / 1e6:,.0f} MB is durable after {slow_s:.2g} s, that is "
+        f"{size_bytes / slow_s / 1e6:,.0f} MB/s from end to end, would give the claimed {CLAIMED_TIME_SAVED:.0%}."
+    )
+
+
+def _compounds(study: Study, other: str) -> Judgement:
+    schedule = Schedule()
+    saved = compare(study, "durable_s", other).saved_s
+    n = schedule.saves
+    figure = (
+        f"{n} saves in {schedule.run_h:g} h: {duration(saved.mean * n, saved.low * n, saved.high * n)} saved a run "
+        "until durable. A projection from means; 48 saves in a row were not run."
+    )
+    return Judgement(NOT_TESTED if study.control else MODELLED, figure)
+
+
+def _worked_example(study: Study, other: str) -> Judgement:
+    example = worked_example()
+    table = example.compounding.set_index("scope").wait_s
+    figure = (
+        f"40 s to 30 s is {example.time_saved:.0%} less time ({example.faster:.0%} faster): "
+        f"{example.saved_per_run_min:.0f} min a run, {duration(table['team-week'])} a week for a team of "
+        f"{Schedule().team}. Arithmetic, with the article's own times."
+    )
+    return Judgement(MODELLED, figure)
+
+
+def _restore(study: Study, other: str) -> Judgement:
+    one = compare(study, "restore_s", other)
+    figure = f"{one.fast}: {seconds(one.fast_s)}; {one.slow}: {seconds(one.slow_s)}; {_saved(one)} less time."
+    states = set(study.restores[study.restores.target.isin([one.fast, one.slow])].cache_data)
+    if states != {"cold"}:
+        return Judgement(NOT_TESTED, f"The caches were not all cold ({', '.join(sorted(states))}). {figure}")
+    low, high = one.ratio.time_saved_low, one.ratio.time_saved_high
+    verdict = within(low, high, RESTORE_DIFFERENCE, 1.0)
+    return _on_this_storage(study, other, verdict, figure)
+
+
+def _later(study: Study, other: str) -> Judgement:
+    return Judgement(NOT_TESTED, "")
+
+
+CLAIMS = (
+    Claim(
+        "1.1", "The training phase takes about the same time in both environments.",
+        "Step time equivalent within 5 % by two one-sided paired t tests.", "training-phase", _training_phase,
+    ),
+    Claim(
+        "1.2", "Checkpoint writes are about 25 % faster on local NVMe.",
+        "The 95 % interval of the time saved lies within 15 to 35 %, returned and durable.", "saves", _save_time,
+    ),
+    Claim(
+        "1.3", "A checkpoint every 10 minutes for 8 hours is 48 events, and the gap compounds.",
+        "Projection from means; reproduced only where 48 saves were really run.", "compounding", _compounds,
+    ),
+    Claim(
+        "1.4", "40 s instead of 30 s, over dozens of cycles a day, a team and weeks, is hours.",
+        "The arithmetic of the worked example.", "worked-example", _worked_example,
+    ),
+    Claim(
+        "1.5", "Checkpoints are also read back; restore time matters.",
+        "Proven cold restores differ by more than 5 %.", "saves", _restore,
+    ),
+    *(
+        Claim(id, text, "Fixed by the experiment that tests it.", "", _later)
+        for id, text in (
+            ("1.6", "Waiting for data to reload between iterations costs time."),
+            ("1.7", "HDDs add seek time and a throughput ceiling; a network hop adds latency."),
+            ("1.8", "Faster saves allow more frequent checkpoints and so smaller recovery windows."),
+            ("1.9", "The effect multiplies for several developers on parallel workloads."),
+            ("1.10", "It grows with model and dataset size."),
+            ("1.11", "The loop is: process data, evaluate, save, adjust, go again."),
+            ("2.1", "Accelerators idle when storage can't feed them."),
+            ("2.2", "Training reads very many small files at random."),
+            ("2.3", "Reads, checkpoint writes and logs run at once, and need IOPS and low latency."),
+            ("2.4", "Parallel experiments share datasets without a bottleneck only on good storage."),
+            ("2.5", "Robust storage allows frequent checkpoints without slowing training."),
+            ("2.6", "Thousands of processors load the storage at once."),
+            ("2.7", "Storage is an investment: weigh its price against delayed work."),
+            ("2.8", "Plan for growth from the start."),
+        )
+    ),
+)  # fmt: skip
+
+
+def claims_table(study: Study) -> pd.DataFrame:
+    """Judge every claim: ``id``, ``claim``, ``verdict``, ``figure``, ``section``; several others are named in turn."""
+    others = compared_with(study)
+    rows = []
+    for claim in CLAIMS:
+        judged = [(other, claim.judge(study, other)) for other in others]
+        named = len(others) > 1
+        verdict = "; ".join(f"{other}: {one.verdict}" if named else one.verdict for other, one in judged)
+        figure = " ".join(
+            f"Against {other}: {one.figure}" if named and one.figure else one.figure for other, one in judged
+        )
+        rows.append(
+            {
+                "id": claim.id,
+                "claim": claim.text,
+                "verdict": verdict or NOT_TESTED,
+                "figure": figure.strip(),
+                "section": claim.section,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def called(study: Study, target: str) -> str:
+    """Name a target with what is known of its storage."""
+    return f"{target} ({study.storage(target)['words']})"
+
+
+def headline(study: Study) -> str:
+    """Say the study's answer in a few sentences, with intervals and with what it rests on."""
+    others = compared_with(study)
+    if not others:
+        return _description(study)
+    if study.control:
+        return " ".join(_control_sentence(study, other) for other in others)
+    return " ".join(_comparison_sentences(study, other) for other in others)
+
+
+def _description(study: Study) -> str:
+    from stallbench.analysis import block_means
+    from stallbench.stats import mean_interval
+
+    parts = [
+        f"On {called(study, target)} a checkpoint is durable after {seconds(mean_interval(means))}."
+        for target in study.targets
+        if len(means := block_means(study, "durable_s", target))
+    ]
+    return " ".join([*parts, "Nothing is compared: no two targets completed a block together."])
+
+
+def _control_sentence(study: Study, other: str) -> str:
+    one = compare(study, "durable_s", other)
+    low, high = one.ratio.time_saved_low, one.ratio.time_saved_high
+    answer = "a false alarm" if low > 0 or high < 0 else "no difference was found, as it should be"
+    return f"A/A control: {one.fast} and {one.slow} are one storage. Time saved, durable: {_saved(one)}; {answer}."
+
+
+def _comparison_sentences(study: Study, other: str) -> str:
+    durable, returned = compare(study, "durable_s", other), compare(study, "returned_s", other)
+    n, saved = Schedule().saves, durable.saved_s
+    interval = "" if durable.ratio.blocks > 1 else " One block only, so no figure has an interval."
+    words = (
+        f"A checkpoint is durable after {seconds(durable.fast_s)} on {called(study, durable.fast)} and after "
+        f"{seconds(durable.slow_s)} on {called(study, other)}: {_saved(durable)} less time. Until the save call "
+        f"returns it is {seconds(returned.fast_s)} against {seconds(returned.slow_s)}: {_saved(returned)} less. "
+        f"{n} saves in 8 hours would save {duration(saved.mean * n, saved.low * n, saved.high * n)} a run."
+    )
+    if study.emulated(other) or study.emulated(durable.fast):
+        words += " One of the two is emulated, so this is modelled, not measured on such a device."
+    return words + interval
+
+
+def summary_lines(study: Study) -> list[str]:
+    """Give one line a target and wait rule: how many trials succeeded, and what a save stalled."""
+    lines = []
+    current = study.trials[~study.trials.superseded]
+    for target in study.targets:
+        for wait in study.waits:
+            trials = current[(current.target == target) & (current.wait == wait)]
+            own = study.events[(study.events.target == target) & (study.events.wait == wait) & ~study.events.warmup]
+            succeeded = int((trials.status == "complete").sum())
+            stall = f"mean stall {own.stall_s.mean():.2f} s, worst {own.stall_s.max():.2f} s, {len(own)} saves"
+            stall = stall if len(own) else "no save was measured"
+            lines.append(
+                f"{called(study, target)}, wait={wait}: {succeeded} of {study.request['blocks']} trials; {stall}"
+            )
+    return lines
