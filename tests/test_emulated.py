@@ -158,13 +158,15 @@ def test_read_overtakes_only_what_the_cache_holds() -> None:
     assert [arrived_s for _, arrived_s in both] == pytest.approx([0.12, 0.24])
 
 
-def test_link_is_full_duplex_but_shared_by_reads() -> None:
-    """A write and a read go at once; a second read waits."""
-    slow_link = profile(link_bytes_per_s=50e6, disk_bytes_per_s=1e9)
-    queue, written = charge_write(slow_link, Queue(), 0.0, A, 10_000_000)
-    queue, first_s = charge_read(slow_link, Queue(uplink_free_at_s=queue.uplink_free_at_s), 0.0, A, 10_000_000)
-    queue, second_s = charge_read(slow_link, queue, 0.0, A, 10_000_000)
-    assert (written.acknowledged_s, first_s, second_s) == pytest.approx((0.2, 0.2, 0.4))
+def test_link_is_full_duplex_but_shared_in_each_direction() -> None:
+    """Writes wait for writes and reads for reads, as the cache keeps the disk out of it."""
+    slow_link = profile(link_bytes_per_s=50e6, disk_bytes_per_s=1e9, server_cache_bytes=1e9)
+    queue, first = charge_write(slow_link, Queue(), 0.0, A, 10_000_000)
+    queue, first_read_s = charge_read(slow_link, queue, 0.0, A, 10_000_000)
+    queue, second_read_s = charge_read(slow_link, queue, 0.0, A, 10_000_000)
+    queue, second = charge_write(slow_link, queue, 0.0, A, 10_000_000)
+    assert (first_read_s, second_read_s) == pytest.approx((0.2, 0.4))
+    assert (first.acknowledged_s, second.acknowledged_s) == pytest.approx((0.2, 0.4))
 
 
 # ---- real time ----
@@ -215,20 +217,24 @@ SHARED_S = 16 * (CHUNK_BYTES / 100e6 + 0.02)  # two times 8 chunks, taking turns
 TURN_S = 2 * (CHUNK_BYTES / 100e6 + 0.02)
 
 
+def assert_shared(ends_s: list[float]) -> None:
+    """All bytes and positions are paid (but for turns that a late starter has alone), and both end together."""
+    assert 0.9 * SHARED_S <= max(ends_s) <= 1.05 * SHARED_S + LATE_S
+    assert max(ends_s) - min(ends_s) < 2 * TURN_S
+
+
 def test_two_writers_in_two_processes_share_fairly(state_path: Path) -> None:
     """All bytes and all positions are paid, and both end together."""
     device = Device(profile(position_s=0.02), state_path)
     ends_s = race(device, ("write", "a", 8 * CHUNK_BYTES, 1), ("write", "b", 8 * CHUNK_BYTES, 1))
-    assert max(ends_s) == pytest.approx(SHARED_S, rel=0.08)
-    assert max(ends_s) - min(ends_s) < 1.5 * TURN_S
+    assert_shared(ends_s)
 
 
 def test_a_reader_beside_a_writer(state_path: Path) -> None:
     """The same between a reader and a writer, as no cache lets the reader overtake."""
     device = Device(profile(position_s=0.02), state_path)
     ends_s = race(device, ("write", "a", 8 * CHUNK_BYTES, 1), ("read", "b", 8 * CHUNK_BYTES, 1))
-    assert max(ends_s) == pytest.approx(SHARED_S, rel=0.08)
-    assert max(ends_s) - min(ends_s) < 1.5 * TURN_S
+    assert_shared(ends_s)
 
 
 def test_two_threads_share_fairly(state_path: Path) -> None:
@@ -238,8 +244,7 @@ def test_two_threads_share_fairly(state_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         ends_s = [written.acknowledged_s - start_s for written in pool.map(device.write, "ab", [8 * CHUNK_BYTES] * 2)]
     assert_took(time.monotonic() - start_s, max(ends_s))
-    assert max(ends_s) == pytest.approx(SHARED_S, rel=0.08)
-    assert max(ends_s) - min(ends_s) < 1.5 * TURN_S
+    assert_shared(ends_s)
 
 
 def test_no_update_is_lost_among_processes_and_threads(state_path: Path) -> None:
@@ -266,6 +271,15 @@ def test_small_files_cost_round_trips_that_occupy_nothing(state_path: Path) -> N
     for files_s in (alone_s, *beside_s):
         assert min(files_s) >= by_hand_s
         assert statistics.median(files_s) == pytest.approx(by_hand_s, rel=0.3)  # the median, as machines are busy
+
+
+def test_round_trips_do_not_hold_up_others(state_path: Path) -> None:
+    """Small files, most of whose time is round trips, leave link and disk to a large one."""
+    device = Device(profile(round_trip_s=10e-3, round_trips_per_file=4), state_path)
+    with ThreadPoolExecutor(1) as pool:
+        small = pool.submit(lambda: [device.write("small", 4096) for _ in range(10)])
+        assert_took(elapsed_s(lambda: device.write("large", 10 * CHUNK_BYTES)), 0.04 + 0.4194304)
+        small.result()
 
 
 def test_an_empty_file_costs_its_round_trips_and_no_position(state_path: Path) -> None:
@@ -322,7 +336,7 @@ def test_stale_state(part: str, written_in_s: float, free_in_s: float, waited_s:
     """A real backlog counts; one from another boot or beyond sense doesn't."""
     now_s = time.monotonic()
     state_path.write_text(json.dumps({part: now_s + free_in_s, "last_stream": 1, "written_at_s": now_s + written_in_s}))
-    device = Device(profile(link_bytes_per_s=100e6), state_path)
+    device = Device(profile(link_bytes_per_s=100e6, commit_on_close=False), state_path)
     assert device.write("a", 1_000_000).durable_s - now_s == pytest.approx(waited_s, abs=0.03)
 
 

@@ -4,6 +4,7 @@ import math
 
 import pandas as pd
 import pytest
+
 from stallbench import models
 from stallbench.models import Schedule
 from stallbench.stats import Interval

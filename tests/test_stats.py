@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+
 from stallbench import stats
 
 T_975_DF2 = 4.302653  # quantiles of Student's t with 2 degrees of freedom, from printed tables

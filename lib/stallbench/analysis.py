@@ -154,22 +154,24 @@ def share_of_limit(study: Study) -> pd.DataFrame:
     rows = {}
     saves = study.events[~study.events.warmup]
     for target in study.targets:
-        raw = {}
-        for kind in ("raw_write", "raw_read"):
-            spans = study.spans[(study.spans.kind == kind) & (study.spans.target == target)]
-            raw[f"{kind}_bytes_per_s"] = (spans.size_bytes / spans.duration_s).mean()
+        raw = _raw_limits(study, target)
         own = saves[(saves.target == target) & (saves.wait == condition(study, "durable"))]
         rate = own.size_bytes.sum() / own.durable_s.sum() if len(own) else math.nan
         rows[target] = raw | {"save_bytes_per_s": rate, "share": rate / raw["raw_write_bytes_per_s"]}
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def time_split(study: Study) -> pd.DataFrame:
-    """Give the mean seconds that each kind of span takes of a trial, for every target and wait rule."""
-    kinds = ["reload_data", "data_wait", "step", "save", "delete", "eval", "restore"]
-    spans = study.spans[study.spans.kind.isin(kinds)]
-    sums = spans.groupby(["target", "wait", "trial", "kind"]).duration_s.sum().unstack("kind", fill_value=0.0)
-    return sums.groupby(["target", "wait"]).mean()[[kind for kind in kinds if kind in sums]]
+def _raw_limits(study: Study, target: str) -> dict[str, float]:
+    """Give what was probed, or what an emulated device's profile states: the slower of its link and its disk."""
+    if study.emulated(target):
+        profile = study.storage(target)["profile"]
+        stated = min(profile["link_bytes_per_s"], profile["disk_bytes_per_s"])
+        return {"raw_write_bytes_per_s": stated, "raw_read_bytes_per_s": stated}
+    raw = {}
+    for kind in ("raw_write", "raw_read"):
+        spans = study.spans[(study.spans.kind == kind) & (study.spans.target == target)]
+        raw[f"{kind}_bytes_per_s"] = (spans.size_bytes / spans.duration_s).mean()
+    return raw
 
 
 def seconds(interval: Interval) -> str:

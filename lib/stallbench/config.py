@@ -99,7 +99,7 @@ def parse_target(text: str) -> Target:
 class Workload(_Request):
     """What is trained, how long, and how often it is saved: the part that a trial and a study share."""
 
-    steps: int = Field(30, ge=1, description="optimizer steps of one trial")
+    steps: int = Field(25, ge=1, description="optimizer steps of one trial")
     every_steps: int = Field(5, ge=0, description="save after this many steps; 0 to save by time")
     every_s: float = Field(
         0.0, ge=0, description="save when this many seconds have passed since the last save; 0 to save by steps"
@@ -234,7 +234,7 @@ DEFAULT_TARGETS = (f"disk={DEFAULT_DISK}", "nas=emulated:hdd-nas-1gbe")
 # Wall time on 2 cores: quick about 2 minutes, default about 8, full about an hour.
 PROFILES: dict[str, dict[str, Any]] = {
     "quick": {"blocks": 2, "steps": 8, "every_steps": 2},
-    "default": {"blocks": 5, "steps": 30, "every_steps": 5},
+    "default": {"blocks": 5, "steps": 25, "every_steps": 5},
     "full": {"blocks": 10, "steps": 240, "every_steps": 20},
 }
 

@@ -28,7 +28,8 @@ def kernel_environment(scratch: Path) -> Iterator[None]:
     }
     settings = scratch / "ipython" / "profile_default" / "ipython_kernel_config.py"
     settings.parent.mkdir(parents=True)
-    settings.write_text("c.IPKernelApp.log_level = 40  # it warns of TCP on loopback at every start\n")
+    # It warns of TCP on loopback at every start, and logs the interrupt of an orderly stop as an error.
+    settings.write_text("c.IPKernelApp.log_level = 50\n")
     before = {name: os.environ.get(name) for name in (*ours, "MPLBACKEND")}
     os.environ.update(ours)
     os.environ.pop("MPLBACKEND", None)

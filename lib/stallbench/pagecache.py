@@ -14,9 +14,19 @@ except ImportError:  # no such module outside POSIX
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Yield the regular files below ``folder`` in sorted order; links are not followed."""
-    for parent, _, names in sorted(os.walk(folder)):
+    """Yield the regular files below ``folder`` in sorted order; links are not followed.
+
+    Raises
+    ------
+    OSError
+        If a folder can't be read: a vanished mount must not pass for an empty one.
+    """
+    for parent, _, names in sorted(os.walk(folder, onerror=_raise)):
         yield from (Path(parent, name) for name in sorted(names) if not Path(parent, name).is_symlink())
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def tree_size(folder: Path) -> tuple[int, int]:
@@ -47,7 +57,7 @@ def sync_tree(folder: Path) -> None:
     """Put a folder on stable storage: its files, its directories, and its name in the parent."""
     for path in files_below(folder):
         sync_file(path)
-    for parent, _, _ in os.walk(folder, topdown=False):
+    for parent, _, _ in os.walk(folder, topdown=False, onerror=_raise):
         sync_file(Path(parent))
     sync_file(folder.parent)
 

@@ -13,7 +13,7 @@ from typing import Any
 from stallbench.config import ROOT
 
 # An absolute path of two parts or more that no rule below has named; not the slash of MB/s, of a URL or of a tag.
-_PATH = re.compile(r"(?<![\w.:/<>~+=-])/(?:[^\s/'\"`<>()\[\]{}|,;:]+/)+[^\s'\"`<>()\[\]{}|,;:]*")
+_PATH = re.compile(r"(?<![\w.:/<>~+-])/(?:[^\s/'\"`<>()\[\]{}|,;:]+/)+[^\s'\"`<>()\[\]{}|,;:]*")
 _URL_SECRETS = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@")
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIAL", re.IGNORECASE)
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from stallbench.emulated import wait_until
 from stallbench.spans import Timeline
 from stallbench.targets import Workspace
 
@@ -21,22 +20,17 @@ def raw_limits(workspace: Workspace, timeline: Timeline) -> None:
     """Record how fast the path takes and gives back 128 MiB past the page cache: spans ``raw_write``, ``raw_read``.
 
     Four threads keep 4 MiB requests in flight on one fresh file; the write ends with an fsync. Where the file system
-    has no O_DIRECT (macOS, some memory file systems) nothing is recorded, and the limit stays unknown. An emulated
-    device is charged the same bytes.
+    has no O_DIRECT (macOS, some memory file systems) nothing is recorded, and the limit stays unknown. Nothing is
+    probed on an emulated device either: its limit is what its profile states.
 
     Raises
     ------
     OSError
         If the path fails, for example ENOSPC.
     """
-    path, size_bytes = workspace.folder / "raw.bin", BLOCK_BYTES * BLOCKS
     if workspace.device is not None:
-        with timeline.span("raw_write", size_bytes=size_bytes, files=1):
-            durable_s = workspace.device.write(str(path), size_bytes).durable_s
-            wait_until(durable_s)
-        with timeline.span("raw_read", size_bytes=size_bytes, files=1):
-            workspace.device.read(str(path), size_bytes)
         return
+    path = workspace.folder / "raw.bin"
     if not hasattr(os, "O_DIRECT"):
         return
     buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(THREADS)]  # page-aligned, as O_DIRECT demands

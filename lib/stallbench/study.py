@@ -133,7 +133,7 @@ def _request(config: StudyConfig, study_id: str, show_paths: bool) -> dict[str, 
         place = {
             "name": target.name,
             "storage": targets.storage_of(target),
-            "fingerprint": hashlib.sha256(f"{study_id}{path}".encode()).hexdigest()[:16],
+            "fingerprint": _fingerprint(study_id, path),
         }
         places.append(place | ({"path": path} if show_paths else {}))
     return {
@@ -143,8 +143,13 @@ def _request(config: StudyConfig, study_id: str, show_paths: bool) -> dict[str, 
         "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": _redactor(config, show_paths).text(shlex.join(["stallbench", *sys.argv[1:]])),
         "targets": places,
+        "workload_fingerprint": _fingerprint(study_id, f"{config.model}\n{config.dataset}"),  # both may be paths
         **_redactor(config, show_paths).tree(config.model_dump(mode="json", exclude={"targets"})),
     }
+
+
+def _fingerprint(study_id: str, path: str) -> str:
+    return hashlib.sha256(f"{study_id}{path}".encode()).hexdigest()[:16]
 
 
 def _redactor(config: StudyConfig, show_paths: bool) -> Redactor:

@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stallbench.config import ConfigError, Workload
 
@@ -88,12 +88,17 @@ def load_model(config: Workload, labels: int) -> "transformers.PreTrainedModel":
 
     logging.set_verbosity_error()  # the report of missing head weights is meant for users of the model
     logging.disable_progress_bar()
+    return _pretrained(AutoModelForSequenceClassification, config.model, num_labels=labels)
+
+
+def _pretrained(kind: Any, model: str, **arguments: Any) -> Any:
+    """Load a model or its tokenizer; one that can't be had is refused with its name."""
     try:
-        return AutoModelForSequenceClassification.from_pretrained(model_folder(config.model), num_labels=labels)
-    except OSError as error:
+        return kind.from_pretrained(model_folder(model), **arguments)
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model={config.model!r} can't be loaded ({type(error).__name__}); name a local folder, or a Hub name "
-            "with allow_download"
+            f"model={model!r} can't be loaded ({type(error).__name__}); name a local folder, or a Hub name with "
+            "allow_download"
         ) from error
 
 
@@ -175,7 +180,7 @@ def put_data(config: Workload, folder: Path, cache_dir: Path) -> int:
     from transformers import AutoTokenizer
 
     datasets.disable_progress_bars()
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model))
+    tokenizer = _pretrained(AutoTokenizer, config.model)
     rows = load_rows(config, cache_dir)
     classes = rows.features["label"].num_classes
 

@@ -1,0 +1,58 @@
+# `make report` and `make test` need Python 3.11 or newer, git and make; both set up .venv first.
+PYTHON ?= python3
+# The index for a CPU-only torch, where the default one would bring a CUDA build of several GB: make setup TORCH_INDEX=URL
+TORCH_INDEX ?=
+# quick (about 2 minutes on 2 cores), default (8), full (an hour)
+PROFILE ?= default
+
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: help setup report test lint validate bench reference clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make report     run the study (PROFILE=$(PROFILE)) and render its report"
+	@echo "make test       run the tests"
+	@echo "make lint       check style, notebooks and the CI workflow"
+	@echo "make validate   check the statistics on synthetic studies with a known truth"
+	@echo "make bench      measure the instrument itself"
+	@echo "make reference  measure and render results/reference again"
+	@echo "make clean      remove .venv; results stay"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stallbench needs Python 3.11 or newer; name one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet --constraint constraints.txt --index-url $(TORCH_INDEX) torch)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+report: $(READY)
+	$(BIN)/stallbench run --profile $(PROFILE)
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/nbstripout --verify notebooks/*.ipynb
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --offline --quiet .github/workflows
+
+validate: $(READY)
+	$(BIN)/stallbench validate
+
+bench: $(READY)
+	$(BIN)/stallbench bench
+
+reference: $(READY)
+	rm -rf results/reference
+	$(BIN)/stallbench run --profile default --out results/reference --no-report
+	$(BIN)/stallbench validate --study results/reference
+	$(BIN)/stallbench report results/reference
+
+clean:
+	rm -rf .venv

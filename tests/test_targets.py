@@ -1,0 +1,166 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import contents, foreign_files
+from stallbench import targets
+from stallbench.config import ConfigError, Target
+
+needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], check=True)
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def owned(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("stallbench-*"))
+
+
+def test_a_claim_leaves_nothing_and_touches_nobody_elses_files(tmp_path):
+    foreign_files(tmp_path)
+    before = contents(tmp_path)
+    with targets.claim(Target(name="t", location=str(tmp_path)), "0123456789ab-0") as folder:
+        assert json.loads((folder / targets.MARKER).read_text())["study_id"] == "0123456789ab-0"
+        (folder / "link").symlink_to(tmp_path / "checkpoint-2", target_is_directory=True)
+    assert contents(tmp_path) == before
+    assert owned(tmp_path) == ["stallbench-000000000000-0", "stallbench-link"]
+
+
+def test_a_killed_run_is_cleaned_up_at_the_next_start_and_a_living_one_is_not(tmp_path):
+    script = (
+        "import os, sys; from stallbench import targets; from stallbench.config import Target\n"
+        "with targets.claim(Target(name='t', location=sys.argv[1]), sys.argv[2]) as folder:\n"
+        "    print('held', flush=True); sys.stdin.read()\n"
+    )
+    processes = []
+    for study_id in ("killed", "living"):
+        arguments = [sys.executable, "-c", script, str(tmp_path), study_id]
+        process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "held\n"
+        processes.append(process)
+    processes[0].kill()
+    processes[0].communicate()
+    assert owned(tmp_path) == ["stallbench-killed", "stallbench-living"]
+    with targets.claim(Target(name="t", location=str(tmp_path)), "next"):
+        assert owned(tmp_path) == ["stallbench-living", "stallbench-next"]
+    processes[1].communicate("", timeout=30)
+    assert owned(tmp_path) == []
+
+
+@pytest.mark.parametrize("marker", ['{"study_id": "other", "machine": "x"}', "no json", "[]"])
+def test_a_folder_whose_marker_does_not_match_is_never_removed(tmp_path, marker):
+    folder = tmp_path / "stallbench-mine"
+    folder.mkdir()
+    (folder / targets.MARKER).write_text(marker)
+    targets.sweep(tmp_path)
+    assert not targets.remove(folder)
+    assert (folder / targets.MARKER).read_text() == marker
+
+
+def test_a_folder_that_another_machine_marked_is_left_to_it(tmp_path):
+    folder = tmp_path / "stallbench-mine"
+    folder.mkdir()
+    (folder / targets.MARKER).write_text('{"study_id": "mine", "machine": "elsewhere"}')
+    targets.sweep(tmp_path)
+    assert folder.exists()
+
+
+def test_a_link_to_a_marked_folder_is_not_ours(tmp_path):
+    real = tmp_path / "elsewhere" / "stallbench-mine"
+    real.mkdir(parents=True)
+    (real / targets.MARKER).write_text('{"study_id": "mine"}')
+    link = tmp_path / "stallbench-mine"
+    link.symlink_to(real, target_is_directory=True)
+    assert not targets.remove(link)
+    assert real.exists()
+
+
+def check(*locations: str, needed_bytes: int = 0, control: bool = False) -> list[str]:
+    places = [Target(name=f"t{number}", location=location) for number, location in enumerate(locations)]
+    return targets.check(places, needed_bytes, control)
+
+
+def test_a_place_that_cannot_serve_is_refused_with_its_name_and_the_way_out(tmp_path):
+    (tmp_path / "file").touch()
+    for location, words in (
+        (str(tmp_path / "missing"), "t0=.*is missing; make the directory"),
+        (str(tmp_path / "file"), "is not a directory"),
+        ("emulated:floppy", "unknown emulated profile 'floppy'; there are: hdd-nas-1gbe"),
+        ("emulated:hdd-nas-1gbe?disk_bytes_per_s=1e15&link_bytes_per_s=1e15", "more than half of"),
+        ("/proc", "t0='/proc' is not writable|t0='/proc' is too full"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check(location)
+
+
+@needs_root
+def test_a_target_too_full_for_the_planned_checkpoints_is_refused_with_both_figures(small_disk):
+    with pytest.raises(ConfigError, match=r"too full: the checkpoints need 567 MB and 1 MB are free"):
+        check(str(small_disk), needed_bytes=500_000_000)
+    assert list(small_disk.iterdir()) == []
+
+
+@needs_root
+def test_a_read_only_target_is_refused(small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(ConfigError, match="is not writable"):
+        check(str(small_disk))
+
+
+def test_one_directory_twice_is_refused_unless_it_is_a_control(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="same directory as t0; give another one, or --control"):
+        check(str(tmp_path), str(tmp_path / "link"))
+    assert check(str(tmp_path), str(tmp_path), control=True) == []
+
+
+def test_two_targets_on_one_device_are_warned_about(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert check(str(tmp_path / "a"), str(tmp_path / "b")) == [
+        "targets t0 and t1 lie on the same device; expect no difference"
+    ]
+
+
+def test_paths_may_be_relative_or_hold_a_home_a_variable_or_a_link(tmp_path, monkeypatch):
+    place = tmp_path / "a b"
+    place.mkdir()
+    (tmp_path / "link").symlink_to(place)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PLACE", "a b")
+    for location in ("a b", "~/a b", "$HOME/$PLACE", "link", "./link/"):
+        assert os.path.samefile(targets.directory(Target(name="t", location=location)), place)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no memory file system here")
+def test_memory_is_called_memory():
+    assert targets.describe(Path("/dev/shm")).medium == "memory"
+
+
+def test_a_disk_is_called_nvme_only_by_its_own_evidence(tmp_path):
+    storage = targets.describe(tmp_path)
+    assert storage.file_system != "unknown"
+    block = Path("/sys/block")
+    if block.is_dir() and not any(path.name.startswith("nvme") for path in block.iterdir()):
+        assert "nvme" not in storage.words.lower()
+
+
+def test_mount_options_that_may_name_a_server_or_a_user_are_left_out():
+    kept = [
+        option
+        for option in "rw,vers=4.1,addr=10.0.0.1,username=eve,lowerdir=/home/eve,hard".split(",")
+        if targets._OPTIONS.fullmatch(option)
+    ]
+    assert kept == ["rw", "vers=4.1", "hard"]
