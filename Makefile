@@ -46,7 +46,8 @@ validate: $(READY)
 	$(BIN)/stallbench validate
 
 bench: $(READY)
-	$(BIN)/stallbench bench
+	$(BIN)/stallbench run --profile default --no-report
+	$(BIN)/stallbench bench results/default
 
 reference: $(READY)
 	rm -rf results/reference

@@ -191,6 +191,27 @@ def test_a_disk_that_fills_up_fails_the_trial_as_disk_full(trial, tmp_path):
         subprocess.run(["umount", str(mount)], check=True)
 
 
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
+def test_a_mount_that_vanishes_fails_the_trial_and_the_disk_below_takes_nothing(trial, tmp_path):
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(mount)], check=True)
+    one = trial(mount)
+    one.put_data()
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+    with pytest.raises(OSError):
+        one.train()
+    assert "gone" in reason(one)
+    assert list(mount.iterdir()) == []
+
+
+def test_an_interval_too_long_to_count_a_save_fails_the_trial(trial, place):
+    one = trial(place, every_steps=0, every_s=1000, steps=3)
+    one.put_data()
+    with pytest.raises(TrialError, match="1 saves were made, warmup_saves=1 of them are not counted"):
+        one.train()
+
+
 def test_a_save_past_its_limit_ends_the_process_with_its_reason(tmp_path, tiny):
     slow = "emulated:hdd-nas-1gbe?disk_bytes_per_s=1e6&server_cache_bytes=0"
     script = (

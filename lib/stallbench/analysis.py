@@ -181,13 +181,14 @@ def seconds(interval: Interval) -> str:
     return span_text(interval.mean * factor, low * factor, interval.high * factor, unit)
 
 
-def duration(wait_s: float, low_s: float = math.nan, high_s: float = math.nan) -> str:
-    """Write a long time with its interval, in seconds, minutes, hours or days of 24 hours."""
-    for unit, length_s in (("days", 172_800.0), ("h", 7_200.0), ("min", 120.0), ("s", 0.0)):
-        if abs(wait_s) >= length_s:
-            factor = {"days": 86_400.0, "h": 3_600.0, "min": 60.0, "s": 1.0}[unit]
-            return span_text(wait_s / factor, low_s / factor, high_s / factor, unit)
-    raise AssertionError("the last unit takes every time")
+def duration(wait_s: float, low_s: float = math.nan, high_s: float = math.nan, beside_s: float = 0.0) -> str:
+    """Write a long time with its interval, in seconds, minutes or hours.
+
+    ``beside_s`` is the longest time that it stands beside, whose unit it takes.
+    """
+    longest_s = max(abs(wait_s), beside_s)
+    unit, factor = ("h", 3600.0) if longest_s >= 7200 else ("min", 60.0) if longest_s >= 120 else ("s", 1.0)
+    return span_text(wait_s / factor, low_s / factor, high_s / factor, unit)
 
 
 def percent(share: float, low: float = math.nan, high: float = math.nan) -> str:
@@ -201,5 +202,7 @@ def span_text(value: float, low: float, high: float, unit: str) -> str:
         return "unknown"
     half = (high - low) / 2 if math.isfinite(low) else abs(value) / 20
     digits = min(4, max(0, -math.floor(math.log10(half / 2)))) if half > 0 else 2
+    if value == round(value) and not math.isfinite(low):
+        digits = 0
     text = f"{value:.{digits}f} {unit}"
     return f"{text} ({low:.{digits}f} to {high:.{digits}f})" if math.isfinite(low) else text

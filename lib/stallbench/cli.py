@@ -146,7 +146,7 @@ def _announce(console: Console, config: StudyConfig, ahead: Any, folder: Path) -
     for target in config.targets:
         console.print(f"  {target.name}: {storage_of(target)['words']}", markup=False)
     size = (
-        "an amount that depends on the Hub model"
+        "an amount that depends on the Hub model or on the interval in time"
         if ahead.written_bytes is None
         else f"{ahead.written_bytes / 1e9:.1f} GB"
     )
@@ -232,11 +232,21 @@ def validate(
 
 
 @app.command()
-def bench() -> None:
-    """Measure the instrument itself: its cost on a step, and how much of a default study is measurement."""
-    from stallbench.bench import main
+def bench(
+    study: Annotated[Path, typer.Argument(help="A finished study: its share of measurement.")] = RESULTS / "default",
+) -> None:
+    """Measure the instrument itself: its cost on a step, and how much of a study is measurement."""
+    from stallbench.bench import lines
+    from stallbench.results import load_study
+    from stallbench.workload import go_offline
 
-    main()
+    go_offline(allow_download=False)
+    try:
+        found = load_study(study)
+    except ConfigError as error:
+        raise _refuse(error) from None
+    for line in lines(found):
+        print(line)
 
 
 @app.command()

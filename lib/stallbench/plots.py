@@ -56,6 +56,7 @@ def trial_timeline(spans: pd.DataFrame, title: str) -> Figure:
     figure, axes = plt.subplots(figsize=(5.2, 2.9))
     _draw_timeline(axes, spans)
     axes.set_title(title)
+    axes.set_xlim(0, spans.end_s.max() * 1.02)
     axes.set_xlabel("seconds since the trial began")
     _timeline_legend(figure, spans)
     return figure
@@ -73,6 +74,7 @@ def timelines(study: Study) -> Figure:
         _draw_timeline(axis, study.spans[study.spans.trial == shown[target]])
         emulated = ", emulated" if study.emulated(target) else ""
         axis.set_title(f"{target}{emulated}: block {block}, wait={wait}")
+    axes[-1, 0].set_xlim(0, study.spans[study.spans.trial.isin(shown)].end_s.max() * 1.02)
     axes[-1, 0].set_xlabel("seconds since the trial began")
     _timeline_legend(figure, study.spans)
     return figure
@@ -87,7 +89,6 @@ def _draw_timeline(axes: Axes, spans: pd.DataFrame) -> None:
         axes.broken_barh(bars, (y - 0.38, 0.76), facecolor=colour, hatch=hatch, edgecolor="#333333", linewidth=0.2)
     axes.set_yticks(range(len(lanes)), lanes[::-1])
     axes.set_ylim(-0.6, len(lanes) - 0.4)
-    axes.set_xlim(left=0)
     axes.grid(axis="y", visible=False)
 
 
@@ -110,6 +111,7 @@ def side_by_side(study: Study) -> Figure:
         wait = condition(study, preferred)
         _draw_events(axis, study, measure, wait)
         axis.set_title(f"{words[0].upper()}{words[1:]} (wait={wait})")
+    figure.get_layout_engine().set(hspace=0.09)
     axes[-1].set_xlabel("seconds; each panel has its own scale, from 0")
     return figure
 

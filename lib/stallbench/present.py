@@ -1,6 +1,7 @@
 """A study in words and tables: what the notebooks show besides figures."""
 
 import html
+import re
 from collections.abc import Iterator
 
 import pandas as pd
@@ -31,27 +32,38 @@ def summary(study: Study) -> str:
 
 
 def claims_html(study: Study) -> str:
-    """Write the table of claims, the tested ones first in view and linked to their sections."""
-    rows = []
+    """Write the table of claims, linked to their sections; those that nothing was found on are folded away."""
+    judged, later = [], []
     for row in claims_table(study).itertuples():
         text = html.escape(row.claim)
         link = f'<a href="#{row.section}">{text}</a>' if row.section else text
-        later = ' class="later"' if not row.figure else ""
-        cells = "".join(f"<td>{cell}</td>" for cell in (row.id, link, row.verdict, html.escape(row.figure)))
-        rows.append(f"<tr{later}>{cells}</tr>")
+        cells = [row.id, link, row.verdict, *([html.escape(row.figure)] if row.figure else [])]
+        (judged if row.figure else later).append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     head = "".join(f"<th>{name}</th>" for name in ("", "claim", "verdict", "what was found"))
-    return f'<table class="claims"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    tables = [f'<table class="claims"><thead><tr>{head}</tr></thead><tbody>{"".join(judged)}</tbody></table>']
+    if later:
+        tables.append(
+            f"<details><summary>{len(later)} claims are not tested here</summary>"
+            f'<table class="claims later"><tbody>{"".join(later)}</tbody></table></details>'
+        )
+    return "".join(tables)
 
 
 def table_html(table: pd.DataFrame, index: bool = True) -> str:
     """Write a table that scrolls inside itself on a narrow screen."""
-    return f'<div class="scroll">{table.to_html(index=index, border=0, na_rep="unknown")}</div>'
+    text = table.to_html(index=index, border=0, na_rep="unknown")
+    text = _INTERVAL.sub(r"<td>\1<br><small>\2</small></td>", text)
+    return f'<div class="scroll">{text}</div>'
 
 
 def caption(study: Study, text: str) -> str:
     """Write what stands below a figure: what it shows, from which study, made by which command."""
     command = html.escape(study.request["command"])
     return f'<p class="caption">{html.escape(text)} Study {study.study_id}, <code>{command}</code>.</p>'
+
+
+# A value and its interval, which stand below each other in a table's cell.
+_INTERVAL = re.compile(r"<td>([^<(]*) \(([^<(]* to [^<(]*)\)</td>")
 
 
 def headline_html(study: Study) -> str:
@@ -146,7 +158,7 @@ def limits_table(study: Study) -> pd.DataFrame:
         "raw write": table.raw_write_bytes_per_s.div(1e6).map(rate, na_action="ignore"),
         "raw read": table.raw_read_bytes_per_s.div(1e6).map(rate, na_action="ignore"),
         "save, durable": table.save_bytes_per_s.div(1e6).map(rate, na_action="ignore"),
-        "share of limit": table.share.map("{:.0%}".format, na_action="ignore"),
+        "share of limit": table.share.map(percent),
     }
     return pd.DataFrame(columns)
 
@@ -170,8 +182,9 @@ def projection_table(study: Study, measure: str, schedule: Schedule) -> pd.DataF
             columns[_called(study, target)] = compounding(mean_interval(means), schedule)
     for other in compared_with(study):
         columns[f"saved against {other}"] = compounding(compare(study, measure, other).saved_s, schedule)
+    longest = [max(abs(table.wait_s[row]) for table in columns.values()) for row in range(6)]
     texts = {
-        name: [duration(row.wait_s, row.low_s, row.high_s) for row in table.itertuples()]
+        name: [duration(row.wait_s, row.low_s, row.high_s, longest[row.Index]) for row in table.itertuples()]
         for name, table in columns.items()
     }
     index = next(iter(columns.values())).scope
@@ -198,8 +211,8 @@ def worked_example_words() -> str:
     """Work the article's example out."""
     example = worked_example()
     return (
-        f"{ARTICLE_SLOW_S:g} s to {ARTICLE_FAST_S:g} s: time saved **{example.time_saved:.0%}**, or "
-        f"{example.faster:.0%} faster. {example.saves} saves a run: **{example.saved_per_run_min:g} minutes a run**."
+        f"{ARTICLE_SLOW_S:g} s to {ARTICLE_FAST_S:g} s: time saved **{percent(example.time_saved)}**, or "
+        f"{percent(example.faster)} faster. {example.saves} saves: **{example.saved_per_run_min:g} minutes a run**."
     )
 
 

@@ -1,5 +1,6 @@
 """From a study's folder to one page: run the analysis notebooks, join them, render without scripts or network."""
 
+import base64
 import tempfile
 from importlib.resources import files
 from pathlib import Path
@@ -26,7 +27,7 @@ class ReportError(RuntimeError):
 
 
 def render(folder: str | Path) -> Path:
-    """Execute the analysis notebooks on a study and write ``report/index.html`` and ``report/summary.md``.
+    """Execute the analysis notebooks on a study and write ``report/index.html``, ``summary.md`` and ``headline.png``.
 
     Nothing is measured. The executed notebooks stay beside the page.
 
@@ -48,6 +49,7 @@ def render(folder: str | Path) -> Path:
     target.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="stallbench-") as scratch, kernel_environment(Path(scratch)):
         executed = {name: _execute(name, folder, target, Path(scratch)) for name in (COVER, *SECTIONS)}
+    (target / "headline.png").write_bytes(_first_figure(executed[SECTIONS[0]]))
     page = _to_html(_join(executed), study)
     (target / "index.html").write_text(page, encoding="utf-8")
     (target / "summary.md").write_text(summary(study), encoding="utf-8")
@@ -66,7 +68,12 @@ def _execute(name: str, folder: Path, target: Path, scratch: Path) -> nbformat.N
 
 
 def _has_image(cell: nbformat.NotebookNode) -> bool:
-    return any("image/png" in output.get("data", {}) for output in cell.outputs)
+    return any("image/png" in output.get("data", {}) for output in cell.get("outputs", ()))
+
+
+def _first_figure(notebook: nbformat.NotebookNode) -> bytes:
+    images = (output.data["image/png"] for cell in notebook.cells if _has_image(cell) for output in cell.outputs)
+    return base64.b64decode(next(images))
 
 
 def _join(executed: dict[str, nbformat.NotebookNode]) -> nbformat.NotebookNode:

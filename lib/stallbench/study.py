@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -60,7 +61,7 @@ def plan(config: StudyConfig) -> list[list[PlannedTrial]]:
 
 @dataclass(frozen=True)
 class Preview:
-    """What a study will do: trials, bytes written on each target (None where the model's size is unknown), seconds."""
+    """What a study will do: trials, bytes written on each target (None where that can't be known yet), seconds."""
 
     trials: int
     written_bytes: int | None
@@ -84,7 +85,8 @@ def preview(config: StudyConfig) -> Preview:
     if config.blocks == 1:
         warnings.append("one block: figures come without an interval; use --blocks 3 or more")
     saves = config.planned_saves or 1
-    written_bytes = saves * checkpoint_bytes * config.blocks * len(config.waits) if checkpoint_bytes else None
+    known = checkpoint_bytes and config.planned_saves
+    written_bytes = saves * checkpoint_bytes * config.blocks * len(config.waits) if known else None
     seconds = sum(_guess_s(config, target, saves, checkpoint_bytes or 0) for target in config.targets)
     return Preview(config.trials, written_bytes, seconds * config.blocks * len(config.waits), warnings)
 
@@ -153,7 +155,9 @@ def _fingerprint(study_id: str, path: str) -> str:
 
 
 def _redactor(config: StudyConfig, show_paths: bool) -> Redactor:
-    return Redactor([(target.name, target.location) for target in config.targets if not target.emulated], show_paths)
+    places = [target for target in config.targets if not target.emulated]
+    paths = [(target.name, path) for target in places for path in (target.location, targets.directory(target))]
+    return Redactor(paths, show_paths)
 
 
 @dataclass
@@ -196,10 +200,9 @@ def run(config: StudyConfig, folder: Path, progress: Progress, show_paths: bool 
         stack.enter_context(_sigterm_as_interrupt())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stallbench-")))
         stack.enter_context(kernel_environment(scratch))
-        claims = {}
+        claims: dict[str, Path] = {}
         for index, target in enumerate(config.targets):
-            claims[target.name] = f"{request['study_id']}-{index}"
-            stack.enter_context(targets.claim(target, claims[target.name]))
+            claims[target.name] = stack.enter_context(targets.claim(target, f"{request['study_id']}-{index}"))
         for attempt, trials in todo:
             for planned in trials:
                 start_s = time.monotonic()
@@ -229,7 +232,7 @@ def _run_trial(
     folder: Path,
     planned: PlannedTrial,
     attempt: int,
-    claim_id: str,
+    owned: Path,
     scratch: Path,
     show_paths: bool,
 ) -> str:
@@ -244,7 +247,7 @@ def _run_trial(
         "seed": config.seed + planned.block,
         "block": planned.block,
         "attempt": attempt,
-        "claim_id": claim_id,
+        "claim_id": owned.name.removeprefix("stallbench-"),
         "out": str(out.absolute()),
         "show_paths": show_paths,
     }
@@ -262,6 +265,8 @@ def _run_trial(
     except Exception as failure:  # papermill and nbclient raise many kinds; trial.json alone decides
         lines = str(failure).strip().splitlines()
         error = f"{type(failure).__name__}: {lines[-1] if lines else 'the kernel died'}"
+    finally:
+        shutil.rmtree(owned / name, ignore_errors=True)  # a kernel that was killed couldn't
     if (out / TRIAL).exists():
         return ""
     if not (out / FAILURE).exists():

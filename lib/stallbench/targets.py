@@ -1,5 +1,6 @@
 """What a place is, whether it can serve, and the one folder on it that is ours."""
 
+import errno
 import hashlib
 import json
 import os
@@ -10,18 +11,16 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from filelock import FileLock, Timeout
 
 from stallbench import emulated
 from stallbench.config import EMULATED, ConfigError, Target
 from stallbench.pagecache import files_below
 
 MARKER = "stallbench.json"
-LOCK = "stallbench.lock"
 MARGIN_BYTES = 64 << 20
 
 _NETWORK = re.compile(
@@ -109,7 +108,27 @@ class Workspace:
     folder: Path
     storage: Storage
     device: emulated.Device | None = None
-    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Remember on which file system the folder was made."""
+        self._file_system = self._found()
+
+    def _found(self) -> int | None:
+        try:
+            return self.folder.stat().st_dev
+        except OSError:
+            return None
+
+    def require_present(self) -> None:
+        """Refuse to go on where the target was unmounted: the path would then lead to some other disk.
+
+        Raises
+        ------
+        OSError
+            ENODEV, if our folder is gone or lies on another file system now.
+        """
+        if self._found() != self._file_system:
+            raise OSError(errno.ENODEV, "the target is gone, or another file system lies at its path")
 
     def charge_write(self, folder: Path) -> float | None:
         """Charge the files below ``folder``, just written, to the emulated device.
@@ -216,7 +235,12 @@ def _check_room(target: Target, folder: Path, needed_bytes: int) -> None:
 
 
 def _machine() -> str:
-    return hashlib.sha256(f"{socket.gethostname()}{uuid.getnode()}".encode()).hexdigest()[:16]
+    """Tell this machine, and this container on it, from others: a process number means something only within one."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return hashlib.sha256(f"{socket.gethostname()}{uuid.getnode()}{namespace}".encode()).hexdigest()[:16]
 
 
 def _owned(folder: Path) -> dict | None:
@@ -232,10 +256,10 @@ def _owned(folder: Path) -> dict | None:
 
 @contextmanager
 def claim(target: Target, study_id: str) -> Iterator[Path]:
-    """Make and mark our folder on the target, hold it, and remove it (and nothing else) at the end.
+    """Make and mark our folder on the target, and remove it (and nothing else) at the end.
 
     Folders that earlier runs on this machine left behind when they were killed are removed first: they carry the
-    marker, and nobody holds their lock.
+    marker, and the process that it names is gone. (No file lock: on NFS one may hang, on others there is none.)
 
     Raises
     ------
@@ -247,20 +271,15 @@ def claim(target: Target, study_id: str) -> Iterator[Path]:
     folder = root / f"stallbench-{study_id}"
     try:
         folder.mkdir()
-        (folder / MARKER).write_text(json.dumps({"study_id": study_id, "machine": _machine()}))
+        marker = {"study_id": study_id, "machine": _machine(), "pid": os.getpid()}
+        (folder / MARKER).write_text(json.dumps(marker))
     except OSError as error:
         raise ConfigError(
             f"target {target.name}={target.location!r}: {error.strerror}; choose one that takes files"
         ) from None
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire()
-    except (NotImplementedError, OSError):
-        pass  # no locks on this file system: then nobody sweeps the folder either
     try:
         yield folder
     finally:
-        lock.release(force=True)
         remove(folder)
 
 
@@ -268,15 +287,8 @@ def sweep(root: Path) -> None:
     """Remove the marked folders that killed runs of this machine left in ``root``."""
     for folder in sorted(root.glob("stallbench-*")):
         marker = _owned(folder)
-        if marker is None or marker.get("machine") != _machine():
-            continue
-        lock = FileLock(folder / LOCK, timeout=0)
-        try:
-            lock.acquire()
-        except (Timeout, NotImplementedError, OSError):
-            continue
-        lock.release(force=True)
-        remove(folder)
+        if marker and marker.get("machine") == _machine() and not psutil.pid_exists(marker["pid"]):
+            remove(folder)
 
 
 def remove(folder: Path) -> bool:

@@ -144,7 +144,7 @@ class MeasuredTrainer(Trainer):
         self.fingerprints: dict[str, dict] = {}
         self._on_overdue = on_overdue
         self._losses: list[torch.Tensor] = []
-        self._saves = 0
+        self.saves = 0
         self._syncs: dict[Path, Future] = {}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="sync")
 
@@ -166,12 +166,13 @@ class MeasuredTrainer(Trainer):
         return loss
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        self.workspace.require_present()
         step = self.state.global_step
         folder = Path(self.args.output_dir) / f"checkpoint-{step}"
         if step == self.config.steps:
             self.fingerprints["saved"] = fingerprint(self)
-        self._saves += 1
-        fields = {"step": step, "warmup": self._saves <= self.config.warmup_saves}
+        self.saves += 1
+        fields = {"step": step, "warmup": self.saves <= self.config.warmup_saves}
         with self._watched(step), self.timeline.span("save", **fields) as save:
             with self.timeline.span("write", parent=save.id, **fields) as write:
                 super()._save_checkpoint(model, trial)

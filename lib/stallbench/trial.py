@@ -95,7 +95,7 @@ class Trial:
         else:
             out = RESULTS / "alone" / f"{self._began_utc:%Y%m%d-%H%M%S}-{uuid4().hex[:6]}"
         out.mkdir(parents=True, exist_ok=True)
-        if (out / TRIAL).exists():
+        if (out / TRIAL).exists() or (out / FAILURE).exists():
             raise ConfigError(f"out={self.config.out!r} holds a trial already; name a fresh folder")
         return out
 
@@ -151,6 +151,11 @@ class Trial:
         self._check_room(trainer)
         trainer.train()
         trainer.finish_syncs()
+        if trainer.saves <= self.config.warmup_saves:
+            raise TrialError(
+                f"{trainer.saves} saves were made, warmup_saves={self.config.warmup_saves} of them are not counted: "
+                "nothing was measured; use more steps or a shorter every_s"
+            )
         trainer.fingerprints["next"] = self._fingerprint(trainer)
         with self.timeline.span("eval", step=self.config.steps + 1):
             self.evaluation = trainer.evaluate()
@@ -317,6 +322,10 @@ class Trial:
             free_bytes = shutil.disk_usage(self.workspace.folder.parent).free
         except OSError as lost:
             return f"the target is gone: {lost.strerror}"
+        if errno.ENODEV in numbers:
+            return str(
+                next(link.strerror for link in chain if isinstance(link, OSError) and link.errno == errno.ENODEV)
+            )
         # torch's and safetensors' writers lose the number: pytorch issues 76108, 10577
         full = next(
             (words for number, words in _FULL.items() if number in numbers or os.strerror(number) in text), None

@@ -29,8 +29,7 @@ class Noise:
     Every factor has expectation 1, but for the drift, which a block's two trials share, so that it cancels in their
     ratio. The defaults are for saves. They are assumptions, set for what disks and shared stores do, not for what
     passes: the times of single saves get a coefficient of variation of 0.5, a skewness of 5, and a 99th percentile 4
-    times the median. For comparison, 115 writes of 32 MiB with fsync to one virtual disk had 0.5, 6 and 4.6; their
-    autocorrelation was about 0, and the one here is the harder case.
+    times the median.
 
     Parameters
     ----------
@@ -69,11 +68,11 @@ class Setting:
 # Steps compute, and so are taken to spread about a sixth as much as saves: an assumption like the rest.
 STEP_NOISE = Noise(cv_fast=0.05, cv_slow=0.05, rare_share=0.01, rare_factor=2.0, trial_cv=0.01, drift=0.02)
 
-# Events as in a trial with default settings: 30 steps, 2 of them warm-up; a save every 5 steps, the first not counted.
+# Events as in a trial with default settings: 25 steps, 2 of them warm-up; a save every 5 steps, the first not counted.
 SETTINGS = {
-    "saves": Setting(Noise(), events=5, required=True),
-    "steps": Setting(STEP_NOISE, events=28, required=True),
-    "saves, unlike": Setting(Noise(cv_fast=0.1, cv_slow=0.6), events=5, required=False),
+    "saves": Setting(Noise(), events=4, required=True),
+    "steps": Setting(STEP_NOISE, events=23, required=True),
+    "saves, unlike": Setting(Noise(cv_fast=0.1, cv_slow=0.6), events=4, required=False),
 }
 
 

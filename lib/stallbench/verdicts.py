@@ -64,7 +64,8 @@ def _training_phase(study: Study, other: str) -> Judgement:
         test = training_phase(study, other, wait)
         verdicts.append({"equivalent": REPRODUCED, "different": NOT_REPRODUCED}.get(test.verdict, UNDECIDED))
         change = percent(test.ratio - 1, test.low_95 - 1, test.high_95 - 1)
-        figures.append(f"wait={wait}: {test.verdict} within 5 %, step time differs by {change}")
+        answer = {"equivalent": "the same", "different": "not the same"}.get(test.verdict, "undecided whether the same")
+        figures.append(f"wait={wait}: {answer} within 5 %, the step takes {change} more on {study.targets[0]}")
     figure = "; ".join(figures) + "."
     if study.emulated(other):
         figure += " An in-process emulated device slows a step through its data reads only."
@@ -98,7 +99,7 @@ def storage_for_claim(study: Study, other: str) -> str:
     slow_s = one.fast_s.mean / (1 - CLAIMED_TIME_SAVED)
     return (
         f"A store on which this save of {size_bytes / 1e6:,.0f} MB is durable after {slow_s:.2g} s, that is "
-        f"{size_bytes / slow_s / 1e6:,.0f} MB/s from end to end, would give the claimed {CLAIMED_TIME_SAVED:.0%}."
+        f"{size_bytes / slow_s / 1e6:,.0f} MB/s from end to end, would give the claimed {percent(CLAIMED_TIME_SAVED)}."
     )
 
 
@@ -117,7 +118,7 @@ def _worked_example(study: Study, other: str) -> Judgement:
     example = worked_example()
     table = example.compounding.set_index("scope").wait_s
     figure = (
-        f"40 s to 30 s is {example.time_saved:.0%} less time ({example.faster:.0%} faster): "
+        f"40 s to 30 s is {percent(example.time_saved)} less time ({percent(example.faster)} faster): "
         f"{example.saved_per_run_min:.0f} min a run, {duration(table['team-week'])} a week for a team of "
         f"{Schedule().team}. Arithmetic, with the article's own times."
     )
@@ -142,23 +143,23 @@ def _later(study: Study, other: str) -> Judgement:
 CLAIMS = (
     Claim(
         "1.1", "The training phase takes about the same time in both environments.",
-        "Step time equivalent within 5 % by two one-sided paired t tests.", "training-phase", _training_phase,
+        "Step time equivalent within 5 % by two one-sided paired t tests.", "Training-phase", _training_phase,
     ),
     Claim(
         "1.2", "Checkpoint writes are about 25 % faster on local NVMe.",
-        "The 95 % interval of the time saved lies within 15 to 35 %, returned and durable.", "saves", _save_time,
+        "The 95 % interval of the time saved lies within 15 to 35 %, returned and durable.", "Saves", _save_time,
     ),
     Claim(
         "1.3", "A checkpoint every 10 minutes for 8 hours is 48 events, and the gap compounds.",
-        "Projection from means; reproduced only where 48 saves were really run.", "compounding", _compounds,
+        "Projection from means; reproduced only where 48 saves were really run.", "Compounding", _compounds,
     ),
     Claim(
         "1.4", "40 s instead of 30 s, over dozens of cycles a day, a team and weeks, is hours.",
-        "The arithmetic of the worked example.", "worked-example", _worked_example,
+        "The arithmetic of the worked example.", "Worked-example", _worked_example,
     ),
     Claim(
         "1.5", "Checkpoints are also read back; restore time matters.",
-        "Proven cold restores differ by more than 5 %.", "saves", _restore,
+        "Proven cold restores differ by more than 5 %.", "Saves", _restore,
     ),
     *(
         Claim(id, text, "Fixed by the experiment that tests it.", "", _later)

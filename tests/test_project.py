@@ -1,0 +1,111 @@
+"""The project's own promises: one list of dependencies, imports that run one way, commands that exist."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+
+from stallbench.config import ROOT
+
+PACKAGE = ROOT / "lib" / "stallbench"
+# Each module may import those above it, never one below.
+ORDER = (
+    "__init__", "config", "privacy", "pagecache", "emulated", "spans", "targets", "probe", "workload", "training",
+    "results", "trial", "environment", "execute", "study",
+    "stats", "models", "validation", "analysis", "verdicts", "plots", "present", "report", "bench", "cli", "__main__",
+)  # fmt: skip
+MEASURING = {"spans", "targets", "probe", "workload", "training", "trial", "study", "execute"}
+ANALYSING = {"stats", "models", "validation", "analysis", "verdicts", "plots", "present"}
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def imports(module: str) -> set[str]:
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text())
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "stallbench":
+            names |= {alias.name for alias in node.names if (PACKAGE / f"{alias.name}.py").exists()}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stallbench."):
+            names.add(node.module.split(".")[1])
+    return names
+
+
+def test_every_module_has_its_place_in_the_order():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == set(ORDER)
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_imports_run_one_way(module):
+    assert imports(module) <= set(ORDER[: ORDER.index(module)])
+
+
+def test_measurement_and_analysis_know_nothing_of_each_other():
+    assert not {name for module in MEASURING for name in imports(module)} & ANALYSING
+    assert not {name for module in ANALYSING for name in imports(module)} & MEASURING
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_a_module_is_read_in_one_sitting(module):
+    source = (PACKAGE / f"{module}.py").read_text()
+    assert source.count("\n") <= 400
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno < 65, node.name
+
+
+def requirements() -> dict[str, str]:
+    lines = PYPROJECT["project"]["dependencies"]
+    return {re.match(r"[\w-]+", line)[0]: re.sub(r"^[\w-]+", "", line) for line in lines}
+
+
+def test_conda_and_pip_ask_for_the_same():
+    file = yaml.safe_load((ROOT / "environment.yml").read_text())
+    pip = next(entry["pip"] for entry in file["dependencies"] if isinstance(entry, dict))
+    conda = [entry for entry in file["dependencies"] if isinstance(entry, str)] + [
+        entry for entry in pip if "==" in entry
+    ]
+    found = {re.match(r"[\w-]+", entry)[0]: re.sub(r"^[\w-]+", "", entry) for entry in conda}
+    assert found.pop("python") == PYPROJECT["project"]["requires-python"]
+    assert found.pop("fio") == found.pop("pip") == ""
+    found["torch"] = found.pop("pytorch")
+    assert found == requirements()
+    assert "-e ." in pip
+
+
+def test_what_is_installed_is_what_constraints_pin():
+    from importlib.metadata import version
+
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert requirements().keys() <= pins.keys()
+    assert {name: version(name).partition("+")[0] for name in requirements()} == {
+        name: pins[name] for name in requirements()
+    }
+
+
+def test_every_command_of_the_readme_exists():
+    readme = (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"make ([a-z]+)", readme))
+    assert {"report", "test", "validate", "bench"} <= targets
+    assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
+    for command in set(re.findall(r"(?:bin/|`)stallbench ([a-z]+)", readme)):
+        done = subprocess.run([sys.executable, "-c", f"from stallbench.cli import app; app(['{command}', '--help'])"],
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, command
+
+
+def test_no_path_of_a_machine_and_no_large_file_is_committed():
+    names = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True).stdout.splitlines()
+    if not names:
+        pytest.skip("not a checkout")
+    total = 0
+    for name in names:
+        path = ROOT / name
+        if name.startswith("results/reference/"):
+            total += path.stat().st_size
+        assert path.stat().st_size < 2_000_000, name
+    assert total < 5_000_000

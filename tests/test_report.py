@@ -1,0 +1,167 @@
+import re
+import shutil
+import subprocess
+
+import nbformat
+import pandas as pd
+import pytest
+
+from stallbench import analysis, present, verdicts
+from stallbench.report import ReportError, render
+from stallbench.results import load_study
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def page(finished) -> str:
+    return (finished.folder / "report" / "index.html").read_text()
+
+
+def test_the_page_needs_nothing_from_outside(page):
+    assert "<script" not in page
+    assert re.findall(r'(?:src|href)\s*=\s*"(?!#|data:image/png;base64,)[^"]*"', page) == []
+    assert "@import" not in page and "url(" not in page
+
+
+def test_every_figure_is_there_although_the_study_ran_under_a_backend_without_any(page):
+    assert page.count("data:image/png;base64,") == 4
+
+
+def test_every_claim_has_a_verdict_and_every_link_a_place_to_go(page):
+    tables = page.partition('class="claims"')[2].partition("</details>")[0]
+    rows = re.findall(r"<tr><td.*?</tr>", tables, re.S)
+    assert len(rows) == len(verdicts.CLAIMS) == 19
+    words = (verdicts.REPRODUCED, verdicts.NOT_REPRODUCED, verdicts.UNDECIDED, verdicts.MODELLED, verdicts.NOT_TESTED)
+    assert all(any(f"<td>{word}</td>" in row for word in words) for row in rows)
+    anchors = set(re.findall(r'id="([^"]+)"', page))
+    assert set(re.findall(r'href="#([^"]+)"', page)) <= anchors
+
+
+def test_emulated_storage_is_called_so_and_never_reproduces_a_claim(finished, page):
+    study = load_study(finished.folder)
+    assert "nas is emulated" in page and "One of the two is emulated" in page
+    table = verdicts.claims_table(study).set_index("id")
+    assert set(table.loc[["1.1", "1.2", "1.3", "1.4", "1.5"], "verdict"]) == {verdicts.MODELLED}
+    assert set(table.loc["1.6":"1.11", "verdict"]) | set(table.loc["2.1":, "verdict"]) == {verdicts.NOT_TESTED}
+
+
+def test_the_code_stays_out_of_the_page_and_the_command_that_made_it_is_in(page):
+    assert "load_study" not in page
+    assert "Assumed: a save every 10 minutes" in page
+    assert "stallbench run" in page and "--blocks 2" in page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_a_browser_without_network_shows_the_page_at_phone_width(finished, tmp_path):
+    arguments = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * 0.0.0.0"]
+    arguments += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+    arguments += [f"--user-data-dir={tmp_path}", "--window-size=390,800", "--virtual-time-budget=3000"]
+    # The page has no scripts of its own; this one, in a copy, reads what the browser laid out.
+    probe = (
+        "<script>document.title = [document.documentElement.scrollWidth, ...[...document.images].map("
+        "i => i.naturalWidth > 0 && i.width <= innerWidth)].join()</script>"
+    )
+    copy = tmp_path / "copy.html"
+    copy.write_text((finished.folder / "report" / "index.html").read_text().replace("</body>", probe + "</body>"))
+    done = subprocess.run([*arguments, "--dump-dom", f"file://{copy}"], capture_output=True, text=True, timeout=90)
+    width, *images = re.search(r"<title>([^<]*)</title>", done.stdout)[1].split(",")
+    assert int(width) <= 500  # headless Chromium lays out at 500 pixels at least
+    assert images == ["true"] * 4
+
+
+def test_the_summary_for_a_pull_request_has_the_headline_and_the_judged_claims(finished):
+    text = (finished.folder / "report" / "summary.md").read_text()
+    assert text.count("| modelled |") == 5 and "not tested here" not in text
+    assert verdicts.headline(load_study(finished.folder)) in text
+
+
+def test_the_executed_notebooks_stay_and_hold_no_error(finished):
+    for name in ("02_checkpoint_stalls", "03_compounding", "report"):
+        notebook = nbformat.read(finished.folder / "report" / f"{name}.ipynb", as_version=4)
+        outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+        assert outputs and not [output for output in outputs if output.output_type in {"error", "stream"}]
+
+
+def test_a_plot_cell_without_an_image_fails_the_report(finished, tmp_path, monkeypatch):
+    from stallbench import report
+
+    folder, notebooks = tmp_path / "study", tmp_path / "notebooks"
+    shutil.copytree(finished.folder, folder)
+    shutil.copytree(report.NOTEBOOKS, notebooks)
+    path = notebooks / "report.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells[3].metadata["tags"] = ["figure"]
+    nbformat.write(notebook, path)
+    monkeypatch.setattr(report, "NOTEBOOKS", notebooks)
+    with pytest.raises(ReportError, match=r"report\.ipynb: cell \d drew no figure"):
+        render(folder)
+
+
+def test_figures_come_from_the_spans_on_disk(finished):
+    """Worked out by hand from the Parquet files, without the package's own tables."""
+    study = load_study(finished.folder)
+    means = {}
+    for target in study.targets:
+        for block in (1, 2):
+            spans = pd.read_parquet(finished.folder / "trials" / f"b{block:02d}-a1-{target}-durable" / "spans.parquet")
+            save = spans[(spans.kind == "save") & (spans.step == 4)].iloc[0]
+            sync = spans[(spans.kind == "sync") & (spans.step == 4)].iloc[0]
+            means[target, block] = sync.end_s - save.start_s
+    disk, nas = study.targets
+    ratio = ((means[disk, 1] / means[nas, 1]) * (means[disk, 2] / means[nas, 2])) ** 0.5
+    one = analysis.compare(study, "durable_s", nas)
+    assert one.ratio.ratio == pytest.approx(ratio)
+    assert one.saved_s.mean == pytest.approx(sum(means[nas, b] - means[disk, b] for b in (1, 2)) / 2)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (0.20, 0.30, verdicts.REPRODUCED),
+        (0.15, 0.35, verdicts.REPRODUCED),
+        (0.10, 0.30, verdicts.UNDECIDED),
+        (0.20, 0.40, verdicts.UNDECIDED),
+        (0.05, 0.60, verdicts.UNDECIDED),
+        (0.36, 0.60, verdicts.NOT_REPRODUCED),
+        (-0.2, 0.10, verdicts.NOT_REPRODUCED),
+        (float("nan"), float("nan"), verdicts.UNDECIDED),
+    ],
+)
+def test_the_rule_of_claim_1_2(low, high, verdict):
+    assert verdicts.within(low, high, verdicts.CLAIM_LOW, verdicts.CLAIM_HIGH) == verdict
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((0.4213, 0.3871, 0.4555, "s"), "0.42 s (0.39 to 0.46)"),
+        ((85.21, 81.93, 87.94, "%"), "85 % (82 to 88)"),
+        ((2.583, float("nan"), float("nan"), "s"), "2.58 s"),
+        ((float("nan"), float("nan"), float("nan"), "%"), "unknown"),
+        ((5.0, 5.0, 5.0, "s"), "5.00 s (5.00 to 5.00)"),
+    ],
+)
+def test_figures_have_the_digits_that_their_interval_bears(numbers, text):
+    assert analysis.span_text(*numbers) == text
+
+
+def test_a_study_of_one_target_is_described_and_compares_nothing(finished, tmp_path):
+    import json
+
+    folder = tmp_path / "one"
+    shutil.copytree(finished.folder, folder)
+    for trial in folder.glob("trials/*-nas-*"):
+        shutil.rmtree(trial)
+    request = json.loads((folder / "study.json").read_text())
+    request["targets"] = request["targets"][:1]
+    (folder / "study.json").write_text(json.dumps(request))
+    study = load_study(folder)
+    assert "Nothing is compared" in verdicts.headline(study)
+    assert set(verdicts.claims_table(study).verdict) == {verdicts.NOT_TESTED}
+
+
+def test_warnings_name_the_number_and_the_way_out(finished):
+    texts = list(present.warnings(load_study(finished.folder)))
+    assert any("nas is emulated" in text and "--target" in text for text in texts)
+    assert any(text.startswith("2 complete block(s)") and "--blocks 5" in text for text in texts)
