@@ -146,6 +146,13 @@ def test_a_checkpoint_with_one_changed_bit_is_caught(trial, place, file):
     assert not one.workspace.folder.exists()
 
 
+def test_a_model_with_a_head_for_other_classes_gets_a_new_head(trial, place, tmp_path):
+    path = tmp_path / "three.csv"
+    path.write_text("text,label\n" + "".join(f"row number {row},class {row % 3}\n" for row in range(30)))
+    result, _ = run(trial(place, dataset=str(path)))
+    assert result["checks"]["restored_equal"]
+
+
 def test_a_trial_out_of_order_is_refused(trial, place):
     one = trial(place)
     with pytest.raises(TrialError, match="run put_data, train and restore first"):

@@ -99,7 +99,9 @@ def _step_times(
         logging_strategy="no", report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
     trainer = MeasuredTrainer(
-        config=config.model_copy(update={"steps": steps + 1}),  # so that no save comes within these steps
+        config=config.model_copy(
+            update={"steps": steps + 1, "every_steps": steps + 1}
+        ),  # no save comes within these steps
         timeline=Switched(synchronize),
         workspace=Workspace(None, folder, Storage("a temporary folder", "unknown")),
         on_overdue=print,

@@ -88,7 +88,10 @@ def load_model(config: Workload, labels: int) -> "transformers.PreTrainedModel":
 
     logging.set_verbosity_error()  # the report of missing head weights is meant for users of the model
     logging.disable_progress_bar()
-    return _pretrained(AutoModelForSequenceClassification, config.model, num_labels=labels)
+    # A head for another number of classes is replaced, as fine-tuning does.
+    return _pretrained(
+        AutoModelForSequenceClassification, config.model, num_labels=labels, ignore_mismatched_sizes=True
+    )
 
 
 def _pretrained(kind: Any, model: str, **arguments: Any) -> Any:
