@@ -135,21 +135,3 @@ def test_time_saved_is_not_speedup():
 def test_a_comparison_needs_positive_times(function, times, name):
     with pytest.raises(ValueError, match=rf"^{name}=0 is refused: it must be a number above 0$"):
         function(*times)
-
-
-def test_extra_iterations():
-    assert models.extra_iterations_per_day(480, 120) == 4.0
-    assert models.extra_iterations_per_day(-60, 120) == -0.5
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ((480, 0), "iteration_s=0 is refused: it must be a number above 0"),
-        ((math.nan, 120), "saved_s_per_day=nan is refused: it must be a finite number"),
-    ],
-)
-def test_extra_iterations_refuse(values, message):
-    with pytest.raises(ValueError) as error:
-        models.extra_iterations_per_day(*values)
-    assert str(error.value) == message

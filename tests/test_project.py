@@ -98,6 +98,24 @@ def test_every_command_of_the_readme_exists():
         assert done.returncode == 0, command
 
 
+def test_the_readme_quotes_the_reference_study_to_the_letter():
+    from stallbench.results import load_study
+    from stallbench.verdicts import headline
+
+    readme = " ".join((ROOT / "README.md").read_text().replace("\n> ", " ").split())
+    assert headline(load_study(ROOT / "results" / "reference")) in readme
+
+
+def test_the_reference_report_is_what_its_study_renders_to():
+    from stallbench.present import summary
+    from stallbench.results import load_study
+
+    folder = ROOT / "results" / "reference"
+    study = load_study(folder)
+    assert summary(study) == (folder / "report" / "summary.md").read_text()
+    assert study.request["blocks"] >= 5 and study.counted.block.nunique() >= 5
+
+
 def test_no_path_of_a_machine_and_no_large_file_is_committed():
     names = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True).stdout.splitlines()
     if not names:

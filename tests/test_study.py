@@ -221,6 +221,16 @@ def test_a_bad_request_is_refused_in_one_line_before_anything_is_written(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_two_runs_of_one_study_at_once_are_refused(finished, command):
+    import fcntl
+
+    arguments = command("--target", f"disk 1.ü={finished.disk}", "--target", f"nas={FAST_NAS}", "--blocks", "2")
+    with (finished.folder / "study.json").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        second = execute([*arguments, "--out", str(finished.folder)])
+    assert second.returncode == 2 and "is being run by another process" in second.stderr
+
+
 def test_results_in_a_folder_with_other_things_are_refused(tmp_path, command):
     (tmp_path / "disk").mkdir()
     refused = execute(command("--target", f"a={tmp_path / 'disk'}", "--out", str(tmp_path)))

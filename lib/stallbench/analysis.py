@@ -67,13 +67,12 @@ def block_means(study: Study, measure: str, target: str, wait: str | None = None
 
 
 def compared_with(study: Study) -> list[str]:
-    """Give the targets that the first is compared with: those that share a completed block with it."""
+    """Give the targets that the first is compared with: those that share a completed block under each wait rule."""
     first, *others = study.targets
-    return [other for other in others if len(_shared(study, first, other))]
+    return [other for other in others if all(_shared(study, first, other, wait) for wait in study.waits)]
 
 
-def _shared(study: Study, first: str, other: str) -> set[int]:
-    wait = study.waits[0]
+def _shared(study: Study, first: str, other: str, wait: str) -> set[int]:
     blocks = [
         set(study.counted[(study.counted.target == t) & (study.counted.wait == wait)].block) for t in (first, other)
     ]
@@ -93,7 +92,6 @@ class Comparison:
     slow_s: Interval
     saved_s: Interval
     events: int
-    worst_s: dict[str, float]
 
 
 def compare(study: Study, measure: str, other: str, wait: str | None = None) -> Comparison:
@@ -115,7 +113,6 @@ def compare(study: Study, measure: str, other: str, wait: str | None = None) -> 
         slow_s=mean_interval(slow),
         saved_s=paired_difference(fast, slow),
         events=int((values.target == first).sum()),
-        worst_s={target: float(values[values.target == target].value_s.max()) for target in (first, other)},
     )
 
 

@@ -1,6 +1,5 @@
 """What a user may ask for: every parameter of a trial and of a study, with its default, validated in one place."""
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -237,8 +236,3 @@ PROFILES: dict[str, dict[str, Any]] = {
     "default": {"blocks": 5, "steps": 25, "every_steps": 5},
     "full": {"blocks": 10, "steps": 240, "every_steps": 20},
 }
-
-
-def finite(value: float) -> float | None:
-    """Give ``value``, or None where it is NaN or infinite (JSON has neither)."""
-    return value if math.isfinite(value) else None

@@ -187,26 +187,6 @@ def cumulative_wait(save_s: Interval | float, schedule: Schedule) -> pd.DataFram
     return pd.DataFrame({"hour": count * schedule.interval_min / MINUTES_PER_HOUR, **_scaled(save_s, count)})
 
 
-def extra_iterations_per_day(saved_s_per_day: float, iteration_s: float) -> float:
-    """Give the iterations of the develop-and-try loop that fit into the time saved (claim 1.11).
-
-    Parameters
-    ----------
-    saved_s_per_day
-        Seconds saved a day; negative where time is lost.
-    iteration_s
-        Seconds of one whole iteration on the fast target.
-
-    Raises
-    ------
-    ValueError
-        If ``iteration_s`` isn't a positive number or ``saved_s_per_day`` no finite one.
-    """
-    _require_finite("saved_s_per_day", saved_s_per_day)
-    _require_positive("iteration_s", iteration_s)
-    return saved_s_per_day / iteration_s
-
-
 def worked_example() -> WorkedExample:
     """Work out the article's 40 s against 30 s (claim 1.4): 25 % less time, 48 saves, 8 minutes a run."""
     schedule = Schedule()

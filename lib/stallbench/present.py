@@ -37,6 +37,7 @@ def claims_html(study: Study) -> str:
     for row in claims_table(study).itertuples():
         text = html.escape(row.claim)
         link = f'<a href="#{row.section}">{text}</a>' if row.section else text
+        link += f"<br><small>{html.escape(row.rule)}</small>" if row.figure else ""
         cells = [row.id, link, row.verdict, *([html.escape(row.figure)] if row.figure else [])]
         (judged if row.figure else later).append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     head = "".join(f"<th>{name}</th>" for name in ("", "claim", "verdict", "what was found"))

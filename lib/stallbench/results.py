@@ -68,8 +68,8 @@ class Study:
 
     @property
     def waits(self) -> list[str]:
-        """The wait rules in the order of the request."""
-        return list(self.request["waits"])
+        """The wait rules under which a trial succeeded, in the order of the request."""
+        return [wait for wait in self.request["waits"] if (self.counted.wait == wait).any()]
 
     @property
     def study_id(self) -> str:
@@ -147,10 +147,9 @@ class Study:
             parts.groupby(keys, as_index=False)[caches].first(), on=keys
         )
 
-    def of_kind(self, kind: str, warmup: bool = False) -> pd.DataFrame:
-        """Spans of one kind; ``warmup`` includes those that don't count."""
-        spans = self.spans[self.spans.kind == kind]
-        return spans if warmup else spans[~spans.warmup]
+    def of_kind(self, kind: str) -> pd.DataFrame:
+        """Give the counted spans of one kind."""
+        return self.spans[(self.spans.kind == kind) & ~self.spans.warmup]
 
 
 def load_study(folder: str | Path) -> Study:

@@ -11,7 +11,7 @@ import pandas as pd
 # Kinds and what they cover. A raw_* span is a probe of the target's limit, not part of training.
 KINDS = (
     "put_data", "reload_data", "data_wait", "step", "save", "write", "sync", "delete", "eval", "restore", "raw_write",
-    "raw_read", "replay",
+    "raw_read",
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """A study: plan its blocks, run each trial through papermill in a fresh kernel, survive being killed, resume."""
 
+import fcntl
 import hashlib
 import os
 import shlex
@@ -186,11 +187,29 @@ def run(config: StudyConfig, folder: Path, progress: Progress, show_paths: bool 
 
     Raises
     ------
+    ConfigError
+        If another process runs this study, or a target can't be written any more.
     KeyboardInterrupt
         On Ctrl-C and SIGTERM, once the running trial is stopped and the targets are as they were.
     """
+    with _alone(folder):
+        return _run_missing(config, folder, progress, show_paths)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the study's folder: two runs of one study at once would measure each other."""
+    with (folder / STUDY).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go of it when the holder dies
+        except BlockingIOError:
+            raise ConfigError(f"out={str(folder)!r} is being run by another process; wait for it, or stop it") from None
+        yield
+
+
+def _run_missing(config: StudyConfig, folder: Path, progress: Progress, show_paths: bool) -> bool:
     request = read_json(folder / STUDY)
-    todo = _missing(config, folder, request)
+    todo = _missing(config, folder)
     total = sum(len(trials) for _, trials in todo)
     progress.on_start(total, config.trials)
     if not total:
@@ -214,7 +233,7 @@ def run(config: StudyConfig, folder: Path, progress: Progress, show_paths: bool 
     return succeeded
 
 
-def _missing(config: StudyConfig, folder: Path, request: dict[str, Any]) -> list[tuple[int, list[PlannedTrial]]]:
+def _missing(config: StudyConfig, folder: Path) -> list[tuple[int, list[PlannedTrial]]]:
     """Give the attempt number and the trials of each block that isn't complete."""
     found, _ = scan(folder)
     todo = []

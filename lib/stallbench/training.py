@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stallbench.config import TrialConfig
 from stallbench.emulated import wait_until
@@ -140,6 +140,7 @@ class MeasuredTrainer(Trainer):
         **arguments: Any,
     ) -> None:
         super().__init__(callbacks=[SaveClock(config, timeline)], **arguments)
+        self.remove_callback(PrinterCallback)
         self.config, self.timeline, self.workspace = config, timeline, workspace
         self.fingerprints: dict[str, dict] = {}
         self._on_overdue = on_overdue

@@ -5,9 +5,19 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from stallbench.analysis import Comparison, compare, compared_with, duration, percent, seconds, training_phase
+from stallbench.analysis import (
+    Comparison,
+    block_means,
+    compare,
+    compared_with,
+    duration,
+    percent,
+    seconds,
+    training_phase,
+)
 from stallbench.models import Schedule, worked_example
 from stallbench.results import Study
+from stallbench.stats import mean_interval
 
 REPRODUCED, NOT_REPRODUCED, UNDECIDED = "reproduced", "not reproduced", "undecided"
 MODELLED, NOT_TESTED = "modelled", "not tested here"
@@ -184,7 +194,7 @@ CLAIMS = (
 
 
 def claims_table(study: Study) -> pd.DataFrame:
-    """Judge every claim: ``id``, ``claim``, ``verdict``, ``figure``, ``section``; several others are named in turn."""
+    """Judge every claim: ``id``, ``claim``, ``rule``, ``verdict``, ``figure``, ``section``, one row each."""
     others = compared_with(study)
     rows = []
     for claim in CLAIMS:
@@ -198,6 +208,7 @@ def claims_table(study: Study) -> pd.DataFrame:
             {
                 "id": claim.id,
                 "claim": claim.text,
+                "rule": claim.rule,
                 "verdict": verdict or NOT_TESTED,
                 "figure": figure.strip(),
                 "section": claim.section,
@@ -222,9 +233,6 @@ def headline(study: Study) -> str:
 
 
 def _description(study: Study) -> str:
-    from stallbench.analysis import block_means
-    from stallbench.stats import mean_interval
-
     parts = [
         f"On {called(study, target)} a checkpoint is durable after {seconds(mean_interval(means))}."
         for target in study.targets
@@ -260,7 +268,7 @@ def summary_lines(study: Study) -> list[str]:
     lines = []
     current = study.trials[~study.trials.superseded]
     for target in study.targets:
-        for wait in study.waits:
+        for wait in study.request["waits"]:
             trials = current[(current.target == target) & (current.wait == wait)]
             own = study.events[(study.events.target == target) & (study.events.wait == wait) & ~study.events.warmup]
             succeeded = int((trials.status == "complete").sum())
