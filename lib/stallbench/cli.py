@@ -238,9 +238,9 @@ def bench(
     """Measure the instrument itself: its cost on a step, and how much of a study is measurement."""
     from stallbench.bench import lines
     from stallbench.results import load_study
-    from stallbench.workload import go_offline
+    from stallbench.workload import prepare_libraries
 
-    go_offline(allow_download=False)
+    prepare_libraries(allow_download=False)
     try:
         found = load_study(study)
     except ConfigError as error:

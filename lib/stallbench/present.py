@@ -145,8 +145,8 @@ def training_phase_words(study: Study, other: str) -> str:
             "undecided": "**undecided**: these blocks can neither show nor rule out a difference of 5 %",
         }[test.verdict]
         lines.append(
-            f"- {study.targets[0]} against {other}, wait={wait}: {answer}. The step takes {change} more time on "
-            f"{study.targets[0]} (95 % interval, {test.blocks} blocks; two one-sided tests, p = {test.p_value:.3g})."
+            f"- wait={wait}: {answer}. Step time on {study.targets[0]} against {other}: {change} (95 % interval, "
+            f"{test.blocks} blocks; two one-sided tests, p = {test.p_value:.3g})."
         )
     return "\n".join(lines)
 

@@ -68,7 +68,7 @@ class Trial:
     """
 
     def __init__(self, config: TrialConfig) -> None:
-        workload.go_offline(config.allow_download)
+        workload.prepare_libraries(config.allow_download)
         self.config = config
         self.target = Target(name=config.target_name, location=config.target)
         self.id = trial_id(config.block, config.attempt, config.target_name, config.wait)

@@ -75,10 +75,10 @@ def _training_phase(study: Study, other: str) -> Judgement:
         verdicts.append({"equivalent": REPRODUCED, "different": NOT_REPRODUCED}.get(test.verdict, UNDECIDED))
         change = percent(test.ratio - 1, test.low_95 - 1, test.high_95 - 1)
         answer = {"equivalent": "the same", "different": "not the same"}.get(test.verdict, "undecided whether the same")
-        figures.append(f"wait={wait}: {answer} within 5 %, the step takes {change} more on {study.targets[0]}")
+        figures.append(f"wait={wait}: {answer} within 5 %; step time on {study.targets[0]} {change} against {other}")
     figure = "; ".join(figures) + "."
     if study.emulated(other):
-        figure += " An in-process emulated device slows a step through its data reads only."
+        figure += " The emulated device charges a step's data reads only; any other difference is this machine's."
     return _on_this_storage(study, other, _agreed(verdicts), figure)
 
 

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import os
 import sysconfig
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -28,8 +29,9 @@ ADAMW_STATES = 3
 SHARDS = 8
 
 
-def go_offline(allow_download: bool) -> None:
-    """Tell the Hugging Face libraries, before they are imported, to use what is on this machine only."""
+def prepare_libraries(allow_download: bool) -> None:
+    """Tell the Hugging Face libraries, before they are imported, to use what is on this machine, and to be quiet."""
+    warnings.filterwarnings("ignore", message="IProgress not found")  # their progress bars are off
     if not allow_download:
         os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would compete with the training step
