@@ -1,5 +1,6 @@
 """Trials run in this process, on real files, with a tiny model."""
 
+import errno
 import json
 import os
 import subprocess
@@ -179,6 +180,24 @@ def test_data_or_a_model_that_cannot_be_had_fails_with_its_name(trial, place, ov
     with pytest.raises(ConfigError):
         one.put_data()
     assert words in reason(one)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "quota used up: the checkpoints need 12 MB, "),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "disk full: the checkpoints need 12 MB, "),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "disk full: "),
+        (OSError(errno.EIO, os.strerror(errno.EIO)), "OSError: [Errno 5] Input/output error"),
+        (ValueError("first line\nsecond line"), "ValueError: first line"),
+        (KeyboardInterrupt(), "stopped before the trial ended"),
+    ],
+)
+def test_every_failure_has_one_plain_line(trial, place, error, words):
+    one = trial(place)
+    text = one.explain(error)
+    assert text.startswith(words) and "\n" not in text
+    one.fail("end of the test")
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
