@@ -157,6 +157,37 @@ def test_a_disk_is_called_nvme_only_by_its_own_evidence(tmp_path):
         assert "nvme" not in storage.words.lower()
 
 
+@needs_root
+def test_the_file_below_a_loop_device_is_made_cold_too(tmp_path, tiny):
+    """Otherwise a "cold" restore would come from memory: the loop's backing file has pages of its own."""
+    from stallbench.config import TrialConfig
+    from stallbench.pagecache import resident_pages
+    from stallbench.trial import Trial
+
+    image, mount = tmp_path / "disk.img", tmp_path / "mount"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(256 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+    if subprocess.run(["mount", "-o", "loop", str(image), str(mount)]).returncode:
+        pytest.skip("no loop device here")
+    try:
+        assert targets.backing_file(mount) == image
+        assert "loop device" in targets.describe(mount).words
+        trial = Trial(TrialConfig.parse(**tiny, target=str(mount), out=str(tmp_path / "out")))
+        trial.put_data()
+        trial.train()
+        assert resident_pages(image) > 1000
+        assert trial._drop(trial.workspace.folder / "checkpoints") | {"cache_metadata": ""} == {
+            "cache_data": "cold", "cache_metadata": "", "cache_server": "cold"
+        }  # fmt: skip
+        assert resident_pages(image) < 100  # the mounted file system reads a few of its own
+        trial.restore()
+        trial.finish()
+    finally:
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
 def test_mount_options_that_may_name_a_server_or_a_user_are_left_out():
     kept = [
         option

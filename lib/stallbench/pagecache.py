@@ -4,7 +4,7 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 try:
@@ -63,7 +63,12 @@ def sync_tree(folder: Path) -> None:
 
 
 def drop_tree(folder: Path) -> str:
-    """Drop the folder's file data from this machine's page cache and check that it is gone.
+    """Drop the data of all files below a folder from this machine's page cache, as ``drop_files`` does."""
+    return drop_files(list(files_below(folder)))
+
+
+def drop_files(paths: Sequence[Path]) -> str:
+    """Drop the files' data from this machine's page cache and check that it is gone.
 
     Returns
     -------
@@ -73,14 +78,14 @@ def drop_tree(folder: Path) -> str:
     """
     if not hasattr(os, "posix_fadvise"):
         return "unknown"
-    for path in files_below(folder):
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)  # dirty pages can't be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
-    resident = [resident_pages(path) for path in files_below(folder)]
+    resident = [resident_pages(path) for path in paths]
     if None in resident:
         return "unknown"
     return "warm" if sum(resident) else "cold"

@@ -72,16 +72,28 @@ def _words(file_system: str, device: str, path: Path) -> tuple[str, str]:
     return f"{file_system} on {words}", medium
 
 
-def _device_words(device: str, path: Path) -> tuple[str, str]:
+def _block_device(path: Path) -> Path:
+    """Give the sysfs folder of the whole device below ``path``; one that doesn't exist where there is none."""
     number = path.stat().st_dev
     block = Path(os.path.realpath(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}"))
-    if (block / "partition").exists():
-        block = block.parent
+    return block.parent if (block / "partition").exists() else block
+
+
+def backing_file(path: Path) -> Path | None:
+    """Give the file that a loop device below ``path`` keeps its bytes in: its pages are one more cache to drop."""
+    found = Path(_read(_block_device(path) / "loop" / "backing_file"))
+    return found if found.is_absolute() and found.is_file() else None
+
+
+def _device_words(device: str, path: Path) -> tuple[str, str]:
+    block = _block_device(path)
     model, vendor = (_read(block / "device" / name) for name in ("model", "vendor"))
     if re.match(r"(vd|xvd)[a-z]", device) or re.search(
         r"QEMU|VMware|VBOX|Virtual|Elastic Block|PersistentDisk", model + vendor
     ):
         return "a virtual disk, medium unknown", "unknown"
+    if block.name.startswith("loop"):
+        return "a loop device, its bytes in a file elsewhere", "unknown"
     if block.name.startswith("nvme"):
         return f"NVMe device ({model or 'model unknown'})", "nvme"
     if re.match(r"sd[a-z]", block.name):

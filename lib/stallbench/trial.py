@@ -18,7 +18,7 @@ import psutil
 
 from stallbench import targets, workload
 from stallbench.config import RESULTS, ConfigError, Target, TrialConfig
-from stallbench.pagecache import drop_metadata, drop_tree, files_below, sync_tree
+from stallbench.pagecache import drop_files, drop_metadata, drop_tree, files_below, sync_tree
 from stallbench.privacy import Redactor
 from stallbench.probe import raw_limits
 from stallbench.results import FAILURE, METHOD_VERSION, SCHEMA_VERSION, SPANS, TRIAL, trial_id, write_json
@@ -134,8 +134,12 @@ class Trial:
         """Drop what can be dropped below ``folder``; say for each layer whether it is cold."""
         if self.workspace.device is not None:  # it charges each first read as a cold one
             return {"cache_data": "cold", "cache_metadata": "cold", "cache_server": "cold"}
-        server = "warm" if self.workspace.storage.medium == "memory" else "unknown"
-        return {"cache_data": drop_tree(folder), "cache_metadata": drop_metadata(), "cache_server": server}
+        states = {"cache_data": drop_tree(folder), "cache_metadata": drop_metadata(), "cache_server": "unknown"}
+        if self.workspace.storage.medium == "memory":
+            states["cache_server"] = "warm"
+        elif beneath := targets.backing_file(folder):
+            states["cache_server"] = drop_files([beneath])
+        return states
 
     @_step_of_trial
     def train(self) -> None:
