@@ -76,3 +76,12 @@ def test_every_profile_is_a_valid_study(profile):
     config = StudyConfig.parse(targets=TWO, **PROFILES[profile])
     assert config.planned_saves > config.warmup_saves
     assert config.trials == config.blocks * 2 * 2
+
+
+def test_a_local_model_and_data_may_be_relative(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.csv").touch()
+    (tmp_path / "model").mkdir()
+    config = TrialConfig.parse(model="model", dataset="./rows.csv")
+    assert (config.model, config.dataset) == (str(tmp_path / "model"), str(tmp_path / "rows.csv"))
+    assert TrialConfig.parse(model="owner/name").model == "owner/name"

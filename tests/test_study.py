@@ -183,6 +183,20 @@ def test_a_study_that_measured_nothing_is_refused_with_its_own_message(finished,
     assert "measured nothing: no trial of it succeeded" in run.stderr
 
 
+def test_a_damaged_file_costs_its_trial_and_is_named(finished, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(finished.folder, folder)
+    (folder / "trials" / "b01-a1-nas-return" / "trial.json").write_text("")
+    (folder / "trials" / "b02-a1-nas-return" / "spans.parquet").unlink()
+    trials = load_study(folder).trials.set_index("trial")
+    assert "trial.json is damaged" in trials.loc["b01-a1-nas-return"].reason
+    assert trials.loc["b02-a1-nas-return"].reason == "its spans.parquet is gone"
+    assert list(trials.status).count("complete") == 6
+    (folder / "study.json").write_text("{bad")
+    run = execute([sys.executable, "-m", "stallbench", "report", str(folder)])
+    assert run.returncode == 2 and "study.json is damaged" in run.stderr and "Traceback" not in run.stderr
+
+
 def test_one_directory_twice_renders_as_a_control_and_paths_stay_if_asked(tmp_path, command):
     (tmp_path / "disk").mkdir()
     targets = ("--target", f"a={tmp_path / 'disk'}", "--target", f"b={tmp_path / 'disk'}", "--blocks", "1")
@@ -206,6 +220,7 @@ def test_one_directory_twice_renders_as_a_control_and_paths_stay_if_asked(tmp_pa
         (["--set", "every_steps=0"], "would never save"),
         (["--profile", "huge"], "choose one of: quick, default, full"),
         (["--blocks", "0"], "blocks=0 is refused"),
+        (["--set", "dataset=nowhere.csv"], "dataset='nowhere.csv' is refused: there is no such file"),
         (["--wait", "never"], "is refused"),
     ],
 )

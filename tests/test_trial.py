@@ -171,11 +171,16 @@ def test_results_are_never_written_over(trial, place, tmp_path):
     [
         ({"dataset": "nobody/has-this"}, "dataset='nobody/has-this' can't be loaded"),
         ({"text_column": "body"}, "column 'body' is not in the dataset; it has: text, label"),
+        ({"dataset": "numbers.csv"}, "column 'text' must hold text"),
+        ({"dataset": "empty.csv"}, "20 rows have none of one; mend them"),
         ({"eval_rows": 1000}, "has 40 rows, fewer than eval_rows=1000"),
         ({"model": "nobody/has-this"}, "can't be loaded"),
     ],
 )
-def test_data_or_a_model_that_cannot_be_had_fails_with_its_name(trial, place, overrides, words):
+def test_data_or_a_model_that_cannot_be_had_fails_with_its_name(trial, place, tmp_path, monkeypatch, overrides, words):
+    monkeypatch.chdir(tmp_path)
+    Path("numbers.csv").write_text("text,label\n" + "".join(f"{row},x\n" for row in range(40)))
+    Path("empty.csv").write_text("text,label\n" + "".join(f'"{"" if row % 2 else row}",x\n' for row in range(40)))
     one = trial(place, **overrides)
     with pytest.raises(ConfigError):
         one.put_data()

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 RESULTS = ROOT / "results"
 EMULATED = "emulated:"
+DATA_SUFFIXES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 Wait = Literal["return", "durable"]
 
@@ -47,7 +48,8 @@ def _one_line(error: ValidationError, cls: type[BaseModel]) -> str:
         return message
     if first["type"] == "missing":
         return f"{field} is missing; name it"
-    return f"{field}={first['input']!r} is refused: {message}"
+    value = f"={first['input']!r}" if isinstance(first["input"], str | int | float) else ""
+    return f"{field}{value} is refused: {message}"
 
 
 class Target(_Request):
@@ -125,6 +127,15 @@ class Workload(_Request):
     save_limit_s: float = Field(600.0, gt=0, description="a save that takes longer fails its trial")
     trial_limit_s: int = Field(7200, ge=1, description="a trial that takes longer is stopped and fails")
     allow_download: bool = Field(False, description="let a Hub name be downloaded")
+
+    @field_validator("model", "dataset")
+    @classmethod
+    def _absolute(cls, name: str) -> str:
+        """Make a local path absolute, since a trial runs in another folder; other names stay as they are."""
+        path = Path(name).expanduser()
+        if path.suffix.lower() in DATA_SUFFIXES and not path.is_file():
+            raise ValueError("there is no such file; name one that exists")
+        return str(path.absolute()) if path.exists() else name
 
     @model_validator(mode="after")
     def _intervals(self) -> Self:

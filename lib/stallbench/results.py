@@ -35,8 +35,17 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read what ``write_json`` wrote."""
-    return json.loads(path.read_text())
+    """Read what ``write_json`` wrote.
+
+    Raises
+    ------
+    ConfigError
+        If it was damaged since.
+    """
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path.parent.name}/{path.name} is damaged ({error}); restore it, or run anew") from None
 
 
 def trial_id(block: int, attempt: int, target_name: str, wait: str) -> str:
@@ -185,17 +194,26 @@ def scan(folder: Path) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
     for path in sorted((folder / "trials").glob("b*-a*-*")):
         target, wait = path.name.split("-", 2)[2].rsplit("-", 1)
         block, attempt = (int(part[1:]) for part in path.name.split("-", 2)[:2])
-        row = {"trial": path.name, "target": target, "wait": wait, "block": block, "attempt": attempt, "reason": ""}
-        if (path / TRIAL).exists():
+        row = {"trial": path.name, "target": target, "wait": wait, "block": block, "attempt": attempt}
+        row["status"], row["reason"] = status_of(path)
+        if row["status"] == "complete":
             details[path.name] = read_json(path / TRIAL)
-            row["status"] = "complete"
-        elif (path / FAILURE).exists():
-            failure = read_json(path / FAILURE)
-            row |= {"status": "interrupted" if failure["interrupted"] else "failed", "reason": failure["reason"]}
-        else:
-            row |= {"status": "interrupted", "reason": "killed before the trial ended"}
         rows.append(row)
     columns = ["trial", "target", "wait", "block", "attempt", "status", "reason"]
     trials = pd.DataFrame(rows, columns=columns)
     latest = trials.groupby("block").attempt.transform("max")
     return trials.assign(superseded=trials.attempt < latest), details
+
+
+def status_of(path: Path) -> tuple[str, str]:
+    """Say how a trial ended, ``complete``, ``failed`` or ``interrupted``, and why it isn't complete."""
+    try:
+        if (path / TRIAL).exists():
+            read_json(path / TRIAL)
+            return ("complete", "") if (path / SPANS).exists() else ("failed", f"its {SPANS} is gone")
+        if (path / FAILURE).exists():
+            failure = read_json(path / FAILURE)
+            return ("interrupted" if failure["interrupted"] else "failed"), failure["reason"]
+    except ConfigError as error:
+        return "failed", str(error)
+    return "interrupted", "killed before the trial ended"

