@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from stallbench import __version__
 from stallbench.config import (
@@ -96,8 +95,9 @@ def run(
     except ConfigError as error:
         raise _refuse(error) from None
     console = Console(soft_wrap=True, highlight=False)
-    _announce(console, config, ahead, folder)
-    bar = Bar(
+    todo = study.trials_to_run(config, folder)
+    _announce(console, config, ahead, todo, folder)
+    bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -106,7 +106,7 @@ def run(
     )
     try:
         with bar:
-            succeeded = study.run(config, folder, _progress(console, bar), show_paths)
+            succeeded = study.run(config, folder, _progress(console, bar, todo), show_paths)
     except ConfigError as error:
         raise _refuse(error) from None
     except KeyboardInterrupt:
@@ -138,33 +138,29 @@ def _study_config(
     return StudyConfig.parse(targets=places, seed=seed, control=control, **values)
 
 
-def _announce(console: Console, config: StudyConfig, ahead: Any, folder: Path) -> None:
+def _announce(console: Console, config: StudyConfig, ahead: Any, todo: int, folder: Path) -> None:
     from stallbench.targets import storage_of
 
     conditions = " and ".join(f"wait={wait}" for wait in config.waits)
-    console.print(f"{ahead.trials} trials: {config.blocks} blocks x {len(config.targets)} targets x {conditions}")
+    console.print(f"{config.trials} trials: {config.blocks} blocks x {len(config.targets)} targets x {conditions}")
     for target in config.targets:
         console.print(f"  {target.name}: {storage_of(target)['words']}", markup=False)
-    size = (
-        "an amount that depends on the Hub model or on the interval in time"
-        if ahead.written_bytes is None
-        else f"{ahead.written_bytes / 1e9:.1f} GB"
-    )
-    console.print(f"It writes {size} to each target, and takes about {_minutes(ahead.seconds)} (a first guess).")
+    if todo < config.trials:
+        console.print(f"{config.trials - todo} of {config.trials} trials are there already.")
+    if todo:
+        share = todo / config.trials
+        size = "an amount that depends on the Hub model or on the interval in time"
+        if ahead.written_bytes is not None:
+            size = f"{ahead.written_bytes * share / 1e9:.1f} GB"
+        minutes = _minutes(ahead.seconds * share)
+        console.print(f"It writes {size} to each target, and takes about {minutes} (a first guess).")
     for warning in ahead.warnings:
         console.print(f"warning: {warning}", markup=False)
     console.print(f"Results: {_relative(folder)}", markup=False)
 
 
-def _progress(console: Console, bar: Bar) -> Any:
-    from stallbench.study import Progress
-
-    task = bar.add_task("starting", total=None)
-
-    def on_start(todo: int, total: int) -> None:
-        bar.update(task, total=todo, description="running" if todo else "complete")
-        if todo < total:
-            console.print(f"{total - todo} of {total} trials are there already.")
+def _progress(console: Console, bar: Progress, todo: int) -> Any:
+    task = bar.add_task("running", total=todo)
 
     def on_trial(planned: Any, reason: str, seconds: float, left_s: float) -> None:
         outcome = f"FAILED: {reason}" if reason else f"ok, {seconds:.0f} s"
@@ -172,7 +168,7 @@ def _progress(console: Console, bar: Bar) -> Any:
         left = f"; about {_minutes(left_s)} left" if left_s and not console.is_terminal else ""
         console.print(f"block {planned.block} {planned.target.name} wait={planned.wait}: {outcome}{left}", markup=False)
 
-    return Progress(on_start, on_trial)
+    return on_trial
 
 
 def _minutes(seconds: float) -> str:

@@ -243,7 +243,7 @@ DEFAULT_TARGETS = (f"disk={DEFAULT_DISK}", "nas=emulated:hdd-nas-1gbe")
 
 # Wall time on 2 cores: quick about 2 minutes, default about 8, full about an hour.
 PROFILES: dict[str, dict[str, Any]] = {
-    "quick": {"blocks": 2, "steps": 8, "every_steps": 2},
+    "quick": {"blocks": 2, "steps": 6, "every_steps": 2},
     "default": {"blocks": 5, "steps": 25, "every_steps": 5},
     "full": {"blocks": 10, "steps": 240, "every_steps": 20},
 }

@@ -62,9 +62,8 @@ def plan(config: StudyConfig) -> list[list[PlannedTrial]]:
 
 @dataclass(frozen=True)
 class Preview:
-    """What a study will do: trials, bytes written on each target (None where that can't be known yet), seconds."""
+    """What a study will do: bytes written on each target (None where that can't be known yet), seconds."""
 
-    trials: int
     written_bytes: int | None
     seconds: float
     warnings: list[str]
@@ -89,7 +88,7 @@ def preview(config: StudyConfig) -> Preview:
     known = checkpoint_bytes and config.planned_saves
     written_bytes = saves * checkpoint_bytes * config.blocks * len(config.waits) if known else None
     seconds = sum(_guess_s(config, target, saves, checkpoint_bytes or 0) for target in config.targets)
-    return Preview(config.trials, written_bytes, seconds * config.blocks * len(config.waits), warnings)
+    return Preview(written_bytes, seconds * config.blocks * len(config.waits), warnings)
 
 
 def _guess_s(config: StudyConfig, target: Target, saves: int, checkpoint_bytes: int) -> float:
@@ -161,15 +160,16 @@ def _redactor(config: StudyConfig, show_paths: bool) -> Redactor:
     return Redactor(paths, show_paths)
 
 
-@dataclass
-class Progress:
-    """How a running study reports: called with the trial just ended, its outcome, and the seconds left (a guess)."""
-
-    on_start: Callable[[int, int], None]
-    on_trial: Callable[[PlannedTrial, str, float, float], None]
+# Called when a trial has ended: the trial, the reason of its failure (or ""), its seconds, and those left (a guess).
+OnTrial = Callable[[PlannedTrial, str, float, float], None]
 
 
-def run(config: StudyConfig, folder: Path, progress: Progress, show_paths: bool = False) -> bool:
+def trials_to_run(config: StudyConfig, folder: Path) -> int:
+    """Count the trials of a study's folder that still have to run."""
+    return sum(len(trials) for _, trials in _missing(config, folder))
+
+
+def run(config: StudyConfig, folder: Path, on_trial: OnTrial, show_paths: bool = False) -> bool:
     """Run what is missing of a study.
 
     A block counts when each of its trials has its ``trial.json``; any other is run again whole, since trials are
@@ -193,7 +193,7 @@ def run(config: StudyConfig, folder: Path, progress: Progress, show_paths: bool 
         On Ctrl-C and SIGTERM, once the running trial is stopped and the targets are as they were.
     """
     with _alone(folder):
-        return _run_missing(config, folder, progress, show_paths)
+        return _run_missing(config, folder, on_trial, show_paths)
 
 
 @contextmanager
@@ -207,11 +207,10 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _run_missing(config: StudyConfig, folder: Path, progress: Progress, show_paths: bool) -> bool:
+def _run_missing(config: StudyConfig, folder: Path, on_trial: OnTrial, show_paths: bool) -> bool:
     request = read_json(folder / STUDY)
     todo = _missing(config, folder)
     total = sum(len(trials) for _, trials in todo)
-    progress.on_start(total, config.trials)
     if not total:
         return True
     succeeded, began_s, done = True, time.monotonic(), 0
@@ -229,7 +228,7 @@ def _run_missing(config: StudyConfig, folder: Path, progress: Progress, show_pat
                 done += 1
                 succeeded = succeeded and not reason
                 left_s = (time.monotonic() - began_s) / done * (total - done)
-                progress.on_trial(planned, reason, time.monotonic() - start_s, left_s)
+                on_trial(planned, reason, time.monotonic() - start_s, left_s)
     return succeeded
 
 
