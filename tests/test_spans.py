@@ -1,4 +1,5 @@
 import math
+import threading
 import time
 
 import pytest
@@ -25,6 +26,15 @@ def test_the_accelerator_is_waited_for_before_each_timestamp():
         pass
     assert len(calls) == 2
     assert timeline.spans[0].duration_s >= 0.01
+
+
+def test_a_background_thread_does_not_wait_for_the_accelerator():
+    calls = []
+    timeline = Timeline(lambda: calls.append(1))
+    thread = threading.Thread(target=lambda: timeline.end(timeline.begin("sync")))
+    thread.start()
+    thread.join()
+    assert calls == [] and timeline.spans[0].duration_s >= 0
 
 
 def test_a_span_cut_short_has_no_end():

@@ -1,6 +1,7 @@
 """The timeline: spans on the monotonic clock."""
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,7 +46,8 @@ class Timeline:
     Parameters
     ----------
     synchronize
-        Called before each timestamp, so that an accelerator's pending work is counted where it belongs.
+        Called before each timestamp of the main thread, so that an accelerator's pending work is counted where it
+        belongs. Other threads only do I/O: waiting there would charge them with the training's work.
     """
 
     def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
@@ -55,8 +57,9 @@ class Timeline:
         self._origin_s = time.monotonic()
 
     def now_s(self) -> float:
-        """Seconds since the timeline began, once the accelerator is done."""
-        self._synchronize()
+        """Seconds since the timeline began; in the main thread, once the accelerator is done."""
+        if threading.current_thread() is threading.main_thread():
+            self._synchronize()
         return time.monotonic() - self._origin_s
 
     def at(self, monotonic_s: float) -> float:

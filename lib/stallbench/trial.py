@@ -231,6 +231,7 @@ class Trial:
         return self.workspace.folder / "checkpoints"
 
     def _make_trainer(self) -> "MeasuredTrainer":
+        import torch
         from transformers import TrainingArguments, set_seed
 
         from stallbench.training import MeasuredTrainer
@@ -246,6 +247,7 @@ class Trial:
             learning_rate=self.config.learning_rate,
             seed=self.config.seed,
             full_determinism=True,
+            use_cpu=not torch.cuda.is_available(),  # the Trainer saves no other accelerator's random state
             save_strategy="no",  # SaveClock asks for each save, also by time
             logging_strategy="no",
             report_to=[],
