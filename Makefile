@@ -51,7 +51,7 @@ bench: $(READY)
 
 reference: $(READY)
 	rm -rf results/reference
-	$(BIN)/stallbench run --profile default --blocks 8 --out results/reference --no-report
+	$(BIN)/stallbench run --profile default --blocks 6 --out results/reference --no-report
 	$(BIN)/stallbench validate --study results/reference
 	$(BIN)/stallbench report results/reference
 

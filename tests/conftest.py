@@ -14,7 +14,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 TOKEN = "planted-token-5f2a91"
 # A fast emulated device, so that a test waits for the code and not for the arithmetic.
 FAST_NAS = "emulated:hdd-nas-10gbe?disk_bytes_per_s=3e8&link_bytes_per_s=3e8&position_s=0.001"
-TINY = ["steps=4", "every_steps=2", "warmup_steps=1", "batch_size=2", "max_tokens=8", "eval_rows=4"]
+TINY = ["steps=4", "every_steps=2", "warmup_steps=1", "warmup_saves=1", "batch_size=2", "max_tokens=8", "eval_rows=4"]
 
 
 @pytest.fixture(scope="session")

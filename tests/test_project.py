@@ -116,7 +116,7 @@ def test_the_reference_report_is_what_its_study_renders_to():
     assert study.request["blocks"] >= 5 and study.counted.block.nunique() >= 5
 
 
-def test_no_path_of_a_machine_and_no_large_file_is_committed():
+def test_no_large_file_is_committed():
     names = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True).stdout.splitlines()
     if not names:
         pytest.skip("not a checkout")

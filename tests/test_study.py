@@ -240,7 +240,7 @@ def test_two_runs_of_one_study_at_once_are_refused(finished, command):
     import fcntl
 
     arguments = command("--target", f"disk 1.ü={finished.disk}", "--target", f"nas={FAST_NAS}", "--blocks", "2")
-    with (finished.folder / "study.json").open() as file:
+    with (finished.folder / ".running").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         second = execute([*arguments, "--out", str(finished.folder)])
     assert second.returncode == 2 and "is being run by another process" in second.stderr

@@ -149,6 +149,34 @@ def test_memory_is_called_memory():
     assert targets.describe(Path("/dev/shm")).medium == "memory"
 
 
+@pytest.mark.parametrize(
+    ("model", "transport", "words"),
+    [
+        ("Samsung SSD 990 PRO", "pcie", "NVMe device (Samsung SSD 990 PRO)"),
+        ("Amazon Elastic Block Store", "pcie", "a virtual disk, medium unknown"),
+        ("nvme_card-pd", "pcie", "a virtual disk, medium unknown"),
+        ("Linux", "tcp", "a device of unknown medium"),
+        ("", "", "a device of unknown medium"),
+    ],
+)
+def test_nvme_needs_a_pcie_controller_that_is_no_clouds_network_disk(tmp_path, monkeypatch, model, transport, words):
+    block = tmp_path / "nvme0n1"
+    (block / "device").mkdir(parents=True)
+    (block / "device" / "model").write_text(model + "\n")
+    (block / "device" / "transport").write_text(transport + "\n")
+    monkeypatch.setattr(targets, "_block_device", lambda path: block)
+    assert targets._device_words("nvme0n1p1", tmp_path)[0] == words
+
+
+def test_a_left_over_of_the_same_study_does_not_block_it(tmp_path):
+    left = tmp_path / "stallbench-same"
+    left.mkdir()
+    (left / targets.MARKER).write_text(json.dumps({"study_id": "same", "machine": "elsewhere", "pid": 1}))
+    with targets.claim(Target(name="t", location=str(tmp_path)), "same") as folder:
+        assert folder == left
+    assert owned(tmp_path) == []
+
+
 def test_a_disk_is_called_nvme_only_by_its_own_evidence(tmp_path):
     storage = targets.describe(tmp_path)
     assert storage.file_system != "unknown"

@@ -67,7 +67,8 @@ def test_the_target_is_as_it_was_and_the_restore_was_proven(trial, place):
     assert contents(place) == before
     assert result["checks"]["restored_equal"] and result["checks"]["next_step_equal"]
     assert list(spans[spans.kind == "restore"].part) == ["weights", "optimizer", "rng"]
-    assert set(spans[spans.kind == "restore"].cache_data) <= {"cold", "unknown"}
+    expected = "cold" if hasattr(os, "posix_fadvise") else "unknown"
+    assert set(spans[spans.kind == "restore"].cache_data) == {expected}
 
 
 def test_a_save_holds_its_write_and_its_sync_and_waits_as_told(trial, place):
@@ -84,7 +85,8 @@ def test_a_save_holds_its_write_and_its_sync_and_waits_as_told(trial, place):
             assert (syncs.start_s >= writes.end_s).all()
             # The stall ends when the call is back; what takes longer happens beside the training.
             assert (saves.end_s - writes.end_s < 0.05).all()
-        assert len(spans[spans.kind == "delete"]) <= 1
+        deletes = len(spans[spans.kind == "delete"])
+        assert deletes == 1 if wait == "durable" else deletes <= 1
 
 
 def test_an_emulated_save_takes_as_long_as_the_arithmetic_says(trial):

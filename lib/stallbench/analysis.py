@@ -23,6 +23,7 @@ MEASURES = {
     "durable_s": ("save, until its bytes were durable", "durable"),
     "restore_s": ("cold restore", "durable"),
     "reload_s": ("cold reload of the data", "durable"),
+    "delete_s": ("deletion of an old checkpoint", "durable"),
 }
 
 
@@ -44,8 +45,9 @@ def measured(study: Study, measure: str, wait: str | None = None) -> pd.DataFram
     wait = wait or condition(study, MEASURES[measure][1])
     if measure == "restore_s":
         table = study.restores.rename(columns={"restore_s": "value_s"})
-    elif measure == "reload_s":
-        table = study.of_kind("reload_data").rename(columns={"duration_s": "value_s"})
+    elif measure in {"reload_s", "delete_s"}:
+        kind = {"reload_s": "reload_data", "delete_s": "delete"}[measure]
+        table = study.of_kind(kind).rename(columns={"duration_s": "value_s"})
     elif measure == "step_s":
         parts = pd.concat([study.of_kind("step"), study.of_kind("data_wait")])
         keys = ["trial", "target", "wait", "block", "step"]
@@ -127,6 +129,8 @@ def comparison_table(study: Study, other: str) -> pd.DataFrame:
     first = study.targets[0]
     rows = {}
     for measure, (words, _) in MEASURES.items():
+        if measure == "delete_s" and not (study.spans.kind == "delete").any():
+            continue  # fewer saves than are kept
         one = compare(study, measure, other)
         rows[f"{words} (wait={one.wait})"] = {
             first: seconds(one.fast_s),
@@ -140,7 +144,7 @@ def comparison_table(study: Study, other: str) -> pd.DataFrame:
 
 
 def share_of_limit(study: Study) -> pd.DataFrame:
-    """Show each target's raw limit, and which share of it a durable save reaches, by trial means.
+    """Show each target's raw limit, and which share of it a durable save reaches, as bytes over time.
 
     Returns
     -------
@@ -167,7 +171,7 @@ def _raw_limits(study: Study, target: str) -> dict[str, float]:
     raw = {}
     for kind in ("raw_write", "raw_read"):
         spans = study.spans[(study.spans.kind == kind) & (study.spans.target == target)]
-        raw[f"{kind}_bytes_per_s"] = (spans.size_bytes / spans.duration_s).mean()
+        raw[f"{kind}_bytes_per_s"] = spans.size_bytes.sum() / spans.duration_s.sum() if len(spans) else math.nan
     return raw
 
 

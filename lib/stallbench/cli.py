@@ -181,12 +181,12 @@ def _relative(path: Path) -> str:
 
 
 def _render(console: Console, folder: Path) -> None:
-    from stallbench.report import render
+    from stallbench.report import ReportError, render
     from stallbench.results import load_study
 
     try:
         page = render(folder)
-    except ConfigError as error:
+    except (ConfigError, ReportError) as error:
         raise _refuse(error) from None
     from stallbench.verdicts import headline, summary_lines
 

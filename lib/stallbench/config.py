@@ -100,7 +100,7 @@ def parse_target(text: str) -> Target:
 class Workload(_Request):
     """What is trained, how long, and how often it is saved: the part that a trial and a study share."""
 
-    steps: int = Field(25, ge=1, description="optimizer steps of one trial")
+    steps: int = Field(30, ge=1, description="optimizer steps of one trial")
     every_steps: int = Field(5, ge=0, description="save after this many steps; 0 to save by time")
     every_s: float = Field(
         0.0, ge=0, description="save when this many seconds have passed since the last save; 0 to save by steps"
@@ -108,7 +108,7 @@ class Workload(_Request):
     keep: int = Field(
         2, ge=1, description="checkpoints that stay on the target; older ones are deleted outside the save"
     )
-    warmup_saves: int = Field(1, ge=0, description="first saves that are recorded, but not counted")
+    warmup_saves: int = Field(3, ge=0, description="first saves that are recorded, but not counted")
     warmup_steps: int = Field(2, ge=0, description="first steps that are recorded, but not counted")
     batch_size: int = Field(8, ge=1, description="rows of a step")
     max_tokens: int = Field(32, ge=4, description="tokens of a row")
@@ -147,6 +147,8 @@ class Workload(_Request):
             raise ValueError("every_steps=0 with every_s=0 would never save; set one of them above 0")
         if self.every_steps:
             self._whole_intervals()
+        if self.steps <= self.warmup_steps:
+            raise ValueError(f"steps={self.steps} are all warm-up (warmup_steps={self.warmup_steps}); use more steps")
         return self
 
     def _whole_intervals(self) -> None:
@@ -166,8 +168,6 @@ class Workload(_Request):
                 f"steps={self.steps} gives {self.steps // self.every_steps} saves, and "
                 f"warmup_saves={self.warmup_saves} of them are not counted; nothing would be measured, use more steps"
             )
-        if self.steps <= self.warmup_steps:
-            raise ValueError(f"steps={self.steps} are all warm-up (warmup_steps={self.warmup_steps}); use more steps")
 
     @property
     def planned_saves(self) -> int | None:
@@ -243,7 +243,7 @@ DEFAULT_TARGETS = (f"disk={DEFAULT_DISK}", "nas=emulated:hdd-nas-1gbe")
 
 # Wall time on 2 cores: quick about 2 minutes, default about 8, full about an hour.
 PROFILES: dict[str, dict[str, Any]] = {
-    "quick": {"blocks": 2, "steps": 6, "every_steps": 2},
-    "default": {"blocks": 5, "steps": 25, "every_steps": 5},
+    "quick": {"blocks": 2, "steps": 8, "every_steps": 2},
+    "default": {"blocks": 5, "steps": 30, "every_steps": 5},
     "full": {"blocks": 10, "steps": 240, "every_steps": 20},
 }

@@ -87,12 +87,17 @@ def warnings(study: Study) -> Iterator[str]:
             )
         if study.storage(target)["medium"] == "memory":
             yield f"{target} is a memory file system: its figures are memory's, not storage's. Name a disk's directory."
-    failed = study.trials[(study.trials.status == "failed") & ~study.trials.superseded]
-    for row in failed.itertuples():
-        yield f"Trial {row.trial} failed and counts nowhere: {row.reason}. The same command tries its block again."
-    blocks = {other: len(study.counted[study.counted.target == other].block.unique()) for other in study.targets}
-    if min(blocks.values(), default=0) < 3:
-        yield f"{min(blocks.values())} complete block(s): intervals need 2, and are of use from 3 on. Use --blocks 5."
+    for row in study.trials[study.trials.status == "failed"].itertuples():
+        again = "its block was run again" if row.superseded else "the same command tries its block again"
+        yield f"Trial {row.trial} failed and counts nowhere: {row.reason}; {again}."
+    blocks = min((compare(study, "durable_s", other).ratio.blocks for other in compared_with(study)), default=0)
+    if 0 < blocks < 3:
+        yield f"{blocks} complete block(s): intervals need 2, and are of use from 3 on. Use --blocks 5."
+    if study.request["warmup_saves"] <= study.request["keep"]:
+        yield (
+            f"warmup_saves={study.request['warmup_saves']}: the counted saves include some before the first deletion, "
+            f"which touch fresh memory. Use --set warmup_saves={study.request['keep'] + 1}."
+        )
     if not compared_with(study) and len(study.targets) > 1:
         yield "No two targets completed a block together, so nothing is compared."
     unknown = study.restores[study.restores.cache_data != "cold"].target.unique()
@@ -114,7 +119,8 @@ def how_to_read(study: Study, other: str) -> str:
     return (
         f"Means over blocks with their 95 % interval. Time saved: by {first} against {other}, paired by block. "
         "Detectable: the smallest time saved that this many blocks with this spread would have shown (80 % power). "
-        "Events: on one target."
+        "Events: on one target. Deletion stops training too, and is in no save's time; an emulated device charges "
+        "nothing for it."
     )
 
 

@@ -85,14 +85,20 @@ class Study:
         """The study's identity."""
         return self.request["study_id"]
 
-    @property
-    def control(self) -> bool:
-        """Whether two targets are one directory: an A/A study."""
-        return bool(self.request["control"])
+    def same_place(self, one: str, other: str) -> bool:
+        """Whether two targets are one directory under two names: an A/A control."""
+        return self._place(one)["fingerprint"] == self._place(other)["fingerprint"]
+
+    def same_device(self, one: str, other: str) -> bool:
+        """Whether two targets lie on one device, so that a comparison says nothing about storage."""
+        return self._place(one)["device"] == self._place(other)["device"]
+
+    def _place(self, target: str) -> dict[str, Any]:
+        return next(entry for entry in self.request["targets"] if entry["name"] == target)
 
     def storage(self, target: str) -> dict[str, Any]:
         """Say what kind of storage a target is."""
-        return next(entry["storage"] for entry in self.request["targets"] if entry["name"] == target)
+        return self._place(target)["storage"]
 
     def emulated(self, target: str) -> bool:
         """Whether a target is emulated."""

@@ -41,6 +41,10 @@ from stallbench.results import (
 _KERNEL_START_S, _STEP_S, _DIRECTORY_BYTES_PER_S, _RESTORE_AND_CHECKS_S = 7.0, 0.15, 3e8, 5.0
 
 
+# The model's and the data's names may be paths, redacted by where one stands; their fingerprint is compared.
+_NOT_COMPARED = {"created_utc", "command", "model", "dataset"}
+
+
 @dataclass(frozen=True)
 class PlannedTrial:
     """One trial of the plan: a target under a wait rule, in a block."""
@@ -82,6 +86,11 @@ def preview(config: StudyConfig) -> Preview:
     warnings = targets.check(config.targets, needed_bytes, config.control)
     if len(config.targets) == 1:
         warnings.append("one target: the report describes it and compares nothing; add a second --target")
+    if config.warmup_saves <= config.keep:
+        warnings.append(
+            f"warmup_saves={config.warmup_saves}: saves up to the first deletion (keep={config.keep}) touch fresh "
+            f"memory and are no measure of later ones; use --set warmup_saves={config.keep + 1}"
+        )
     if config.blocks == 1:
         warnings.append("one block: figures come without an interval; use --blocks 3 or more")
     saves = config.planned_saves or 1
@@ -111,7 +120,7 @@ def open_folder(config: StudyConfig, folder: Path, show_paths: bool) -> dict[str
         found = read_json(folder / STUDY)
         asked = _request(config, found["study_id"], show_paths)
         for field, value in asked.items():
-            if field not in {"created_utc", "command"} and found.get(field) != value:
+            if field not in _NOT_COMPARED and found.get(field) != value:
                 raise ConfigError(
                     f"out={str(folder)!r} holds another study ({field} differs); name a fresh folder with --out, "
                     "or repeat the earlier request to resume it"
@@ -119,11 +128,11 @@ def open_folder(config: StudyConfig, folder: Path, show_paths: bool) -> dict[str
         return found
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"out={str(folder)!r} is not empty and holds no study; name a fresh folder with --out")
-    (folder / "trials").mkdir(parents=True)
     request = _request(config, uuid4().hex[:12], show_paths)
-    redactor = _redactor(config, show_paths)
-    write_json(folder / ENVIRONMENT, redactor.tree(capture()))
-    write_json(folder / STUDY, request)
+    environment = _redactor(config, show_paths).tree(capture())
+    (folder / "trials").mkdir(parents=True)
+    write_json(folder / STUDY, request)  # first: it makes the folder one that can be gone on with
+    write_json(folder / ENVIRONMENT, environment)
     return request
 
 
@@ -136,6 +145,7 @@ def _request(config: StudyConfig, study_id: str, show_paths: bool) -> dict[str, 
             "name": target.name,
             "storage": targets.storage_of(target),
             "fingerprint": _fingerprint(study_id, path),
+            "device": _fingerprint(study_id, path if target.emulated else str(os.stat(path).st_dev)),
         }
         places.append(place | ({"path": path} if show_paths else {}))
     return {
@@ -157,6 +167,9 @@ def _fingerprint(study_id: str, path: str) -> str:
 def _redactor(config: StudyConfig, show_paths: bool) -> Redactor:
     places = [target for target in config.targets if not target.emulated]
     paths = [(target.name, path) for target in places for path in (target.location, targets.directory(target))]
+    paths += [
+        (name, path) for name, path in (("model", config.model), ("data", config.dataset)) if path.startswith("/")
+    ]
     return Redactor(paths, show_paths)
 
 
@@ -199,11 +212,13 @@ def run(config: StudyConfig, folder: Path, on_trial: OnTrial, show_paths: bool =
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Hold the study's folder: two runs of one study at once would measure each other."""
-    with (folder / STUDY).open() as file:
+    with (folder / ".running").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go of it when the holder dies
         except BlockingIOError:
             raise ConfigError(f"out={str(folder)!r} is being run by another process; wait for it, or stop it") from None
+        except OSError:
+            pass  # a file system without locks
         yield
 
 
@@ -218,13 +233,16 @@ def _run_missing(config: StudyConfig, folder: Path, on_trial: OnTrial, show_path
         stack.enter_context(_sigterm_as_interrupt())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stallbench-")))
         stack.enter_context(kernel_environment(scratch))
+        redactor = _redactor(config, show_paths)
         claims: dict[str, Path] = {}
         for index, target in enumerate(config.targets):
             claims[target.name] = stack.enter_context(targets.claim(target, f"{request['study_id']}-{index}"))
         for attempt, trials in todo:
             for planned in trials:
                 start_s = time.monotonic()
-                reason = _run_trial(config, folder, planned, attempt, claims[planned.target.name], scratch, show_paths)
+                reason = _run_trial(
+                    config, folder, planned, attempt, claims[planned.target.name], scratch, redactor, show_paths
+                )
                 done += 1
                 succeeded = succeeded and not reason
                 left_s = (time.monotonic() - began_s) / done * (total - done)
@@ -252,6 +270,7 @@ def _run_trial(
     attempt: int,
     owned: Path,
     scratch: Path,
+    redactor: Redactor,
     show_paths: bool,
 ) -> str:
     """Run one trial in a fresh kernel; gives the reason of its failure, or an empty string."""
@@ -259,7 +278,7 @@ def _run_trial(
     out = folder / "trials" / name
     out.mkdir()
     parameters = config.model_dump(include=set(Workload.model_fields)) | {
-        "target": planned.target.location if planned.target.emulated else str(targets.directory(planned.target)),
+        "target": planned.target.location if planned.target.emulated else str(owned.parent),
         "target_name": planned.target.name,
         "wait": planned.wait,
         "seed": config.seed + planned.block,
@@ -269,7 +288,6 @@ def _run_trial(
         "out": str(out.absolute()),
         "show_paths": show_paths,
     }
-    redactor = _redactor(config, show_paths)
     try:
         execute_notebook(
             NOTEBOOKS / "01_finetune_trial.ipynb",

@@ -89,12 +89,12 @@ def _device_words(device: str, path: Path) -> tuple[str, str]:
     block = _block_device(path)
     model, vendor = (_read(block / "device" / name) for name in ("model", "vendor"))
     if re.match(r"(vd|xvd)[a-z]", device) or re.search(
-        r"QEMU|VMware|VBOX|Virtual|Elastic Block|PersistentDisk", model + vendor
+        r"QEMU|VMware|VBOX|Virtual|Elastic Block|PersistentDisk|nvme_card-pd|MSFT NVMe", model + vendor
     ):
         return "a virtual disk, medium unknown", "unknown"
     if block.name.startswith("loop"):
         return "a loop device, its bytes in a file elsewhere", "unknown"
-    if block.name.startswith("nvme"):
+    if block.name.startswith("nvme") and _read(block / "device" / "transport") == "pcie":  # not NVMe over a fabric
         return f"NVMe device ({model or 'model unknown'})", "nvme"
     if re.match(r"sd[a-z]", block.name):
         rotational = _read(block / "queue" / "rotational")
@@ -281,11 +281,14 @@ def claim(target: Target, study_id: str) -> Iterator[Path]:
     root = directory(target)
     sweep(root)
     folder = root / f"stallbench-{study_id}"
+    remove(folder)  # of an earlier run of this very study, whose process can't be told to be gone
     try:
         folder.mkdir()
         marker = {"study_id": study_id, "machine": _machine(), "pid": os.getpid()}
         (folder / MARKER).write_text(json.dumps(marker))
     except OSError as error:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
         raise ConfigError(
             f"target {target.name}={target.location!r}: {error.strerror}; choose one that takes files"
         ) from None

@@ -119,7 +119,7 @@ class SaveClock(TrainerCallback):
 
 
 class MeasuredTrainer(Trainer):
-    """``transformers.Trainer`` as shipped, with a timeline around what it does.
+    """``transformers.Trainer`` with a timeline around what it does; its training is deterministic, to be provable.
 
     The save itself is the Trainer's own: its layout, its serialisation, no fsync. Around it stand the time at which
     it returned, the time at which its bytes were durable, and the deletion of old checkpoints as a span of its own.
@@ -170,8 +170,6 @@ class MeasuredTrainer(Trainer):
         self.workspace.require_present()
         step = self.state.global_step
         folder = Path(self.args.output_dir) / f"checkpoint-{step}"
-        if step == self.config.steps:
-            self.fingerprints["saved"] = fingerprint(self)
         self.saves += 1
         fields = {"step": step, "warmup": self.saves <= self.config.warmup_saves}
         with self._watched(step), self.timeline.span("save", **fields) as save:
@@ -184,6 +182,8 @@ class MeasuredTrainer(Trainer):
         if self.config.wait == "return":
             self._syncs[folder] = self._background.submit(self._sync_watched, folder, durable_s, save)
         self._delete_old()
+        if step == self.config.steps:
+            self.fingerprints["saved"] = fingerprint(self)
 
     def _make_durable(self, folder: Path, durable_s: float | None, save: Span) -> None:
         """Put the save on stable storage: fsync, or the wait that the emulated device computed."""

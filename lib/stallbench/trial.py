@@ -77,9 +77,9 @@ class Trial:
         if not config.claim_id:
             targets.check([self.target], self._needed_bytes() or 0)
         self.out = self._make_out()
-        self.redactor = Redactor(
-            [] if self.target.emulated else [(config.target_name, config.target)], config.show_paths
-        )
+        places = [("model", config.model), ("data", config.dataset), (config.target_name, config.target)]
+        paths = [(name, path) for name, path in places if path.startswith(("/", "~", "$", "."))]
+        self.redactor = Redactor(paths, config.show_paths)
         owned = self._own_folder()
         self.workspace = targets.open_workspace(self.target, owned, self.id)
         self._closing.callback(shutil.rmtree, self.workspace.folder, ignore_errors=True)
@@ -237,6 +237,7 @@ class Trial:
         from stallbench.training import MeasuredTrainer
 
         set_seed(self.config.seed, deterministic=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill empty buffers inside timed work
         model = workload.load_model(self.config, self._classes)
         data = self.workspace.folder / "data"
         arguments = TrainingArguments(

@@ -68,11 +68,11 @@ class Setting:
 # Steps compute, and so are taken to spread about a sixth as much as saves: an assumption like the rest.
 STEP_NOISE = Noise(cv_fast=0.05, cv_slow=0.05, rare_share=0.01, rare_factor=2.0, trial_cv=0.01, drift=0.02)
 
-# Events as in a trial with default settings: 25 steps, 2 of them warm-up; a save every 5 steps, the first not counted.
+# Events as in a trial with default settings: 30 steps, 2 of them warm-up; a save every 5, the first 3 not counted.
 SETTINGS = {
-    "saves": Setting(Noise(), events=4, required=True),
-    "steps": Setting(STEP_NOISE, events=23, required=True),
-    "saves, unlike": Setting(Noise(cv_fast=0.1, cv_slow=0.6), events=4, required=False),
+    "saves": Setting(Noise(), events=3, required=True),
+    "steps": Setting(STEP_NOISE, events=28, required=True),
+    "saves, unlike": Setting(Noise(cv_fast=0.1, cv_slow=0.6), events=3, required=False),
 }
 
 

@@ -58,14 +58,17 @@ def within(low: float, high: float, least: float, most: float) -> str:
 
 def _on_this_storage(study: Study, other: str, verdict: str, figure: str) -> Judgement:
     """Hold a verdict back where the storage can't carry it."""
-    media = [study.storage(target)["medium"] for target in (study.targets[0], other)]
-    if study.control:
+    first = study.targets[0]
+    media = [study.storage(target)["medium"] for target in (first, other)]
+    if study.same_place(first, other):
         return Judgement(NOT_TESTED, f"A/A control, one storage against itself. {figure}")
+    if study.same_device(first, other):
+        return Judgement(NOT_TESTED, f"Both lie on one device. {figure}")
     if "emulated" in media:
         return Judgement(MODELLED, figure)
     if "memory" in media:
         return Judgement(NOT_TESTED, f"One target is memory, not storage. {figure}")
-    return Judgement(verdict, figure)
+    return Judgement(verdict, f"{figure} Compared: {called(study, first)} and {called(study, other)}.")
 
 
 def _training_phase(study: Study, other: str) -> Judgement:
@@ -121,7 +124,7 @@ def _compounds(study: Study, other: str) -> Judgement:
         f"{n} saves in {schedule.run_h:g} h: {duration(saved.mean * n, saved.low * n, saved.high * n)} saved a run "
         "until durable. A projection from means; 48 saves in a row were not run."
     )
-    return Judgement(NOT_TESTED if study.control else MODELLED, figure)
+    return Judgement(NOT_TESTED if study.same_place(study.targets[0], other) else MODELLED, figure)
 
 
 def _worked_example(study: Study, other: str) -> Judgement:
@@ -146,6 +149,10 @@ def _restore(study: Study, other: str) -> Judgement:
         figure += " Cold here means this machine's page cache; a cache beneath it (NAS, hypervisor) is unknown."
     low, high = one.ratio.time_saved_low, one.ratio.time_saved_high
     verdict = within(low, high, RESTORE_DIFFERENCE, 1.0)
+    if high <= -RESTORE_DIFFERENCE:
+        verdict = REPRODUCED  # the first is slower: that matters as much
+    elif verdict == NOT_REPRODUCED and low < -RESTORE_DIFFERENCE:
+        verdict = UNDECIDED
     return _on_this_storage(study, other, verdict, figure)
 
 
@@ -230,9 +237,11 @@ def headline(study: Study) -> str:
     others = compared_with(study)
     if not others:
         return _description(study)
-    if study.control:
-        return " ".join(_control_sentence(study, other) for other in others)
-    return " ".join(_comparison_sentences(study, other) for other in others)
+    first = study.targets[0]
+    return " ".join(
+        _control_sentence(study, other) if study.same_place(first, other) else _comparison_sentences(study, other)
+        for other in others
+    )
 
 
 def _description(study: Study) -> str:
@@ -256,9 +265,10 @@ def _comparison_sentences(study: Study, other: str) -> str:
     n, saved = Schedule().saves, durable.saved_s
     interval = "" if durable.ratio.blocks > 1 else " One block only, so no figure has an interval."
     words = (
-        f"A checkpoint is durable after {seconds(durable.fast_s)} on {called(study, durable.fast)} and after "
-        f"{seconds(durable.slow_s)} on {called(study, other)}: {_saved(durable)} less time. Until the save call "
-        f"returns it is {seconds(returned.fast_s)} against {seconds(returned.slow_s)}: {_saved(returned)} less. "
+        f"With wait={durable.wait}, a checkpoint is durable after {seconds(durable.fast_s)} on "
+        f"{called(study, durable.fast)} and after {seconds(durable.slow_s)} on {called(study, other)}: "
+        f"{_saved(durable)} less time. With wait={returned.wait}, the save call returns after "
+        f"{seconds(returned.fast_s)} against {seconds(returned.slow_s)}: {_saved(returned)} less. "
         f"{n} saves in 8 hours would save {duration(saved.mean * n, saved.low * n, saved.high * n)} a run."
     )
     if study.emulated(other) or study.emulated(durable.fast):

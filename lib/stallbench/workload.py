@@ -91,9 +91,12 @@ def load_model(config: Workload, labels: int) -> "transformers.PreTrainedModel":
     logging.set_verbosity_error()  # the report of missing head weights is meant for users of the model
     logging.disable_progress_bar()
     # A head for another number of classes is replaced, as fine-tuning does.
-    return _pretrained(
+    model = _pretrained(
         AutoModelForSequenceClassification, config.model, num_labels=labels, ignore_mismatched_sizes=True
     )
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = model.config.eos_token_id
+    return model
 
 
 def _pretrained(kind: Any, model: str, **arguments: Any) -> Any:
@@ -191,6 +194,7 @@ def put_data(config: Workload, folder: Path, cache_dir: Path) -> int:
 
     datasets.disable_progress_bars()
     tokenizer = _pretrained(AutoTokenizer, config.model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # decoders such as GPT-2 have none
     rows = load_rows(config, cache_dir)
     classes = rows.features["label"].num_classes
 
