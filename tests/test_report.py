@@ -1,3 +1,5 @@
+import copy
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -8,7 +10,7 @@ import pytest
 
 from stallbench import analysis, present, verdicts
 from stallbench.report import ReportError, render
-from stallbench.results import load_study
+from stallbench.results import Study, load_study
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -144,6 +146,34 @@ def test_the_rule_of_claim_1_2(low, high, verdict):
 )
 def test_figures_have_the_digits_that_their_interval_bears(numbers, text):
     assert analysis.span_text(*numbers) == text
+
+
+def altered(finished, **changes) -> Study:
+    """Give the finished study with other facts about where its second target lies; the first becomes a real NVMe."""
+    study = load_study(finished.folder)
+    request = copy.deepcopy(study.request)
+    first, second = request["targets"]
+    first["storage"] |= {"medium": "nvme"}
+    second["storage"] |= {"medium": changes.pop("medium", "network")}
+    second |= {name: first[name] for name in changes.pop("as_the_first", ())}
+    return dataclasses.replace(study, request=request)
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdicts_of_1_2", "words"),
+    [
+        ({}, {verdicts.REPRODUCED, verdicts.NOT_REPRODUCED, verdicts.UNDECIDED}, "Compared: "),
+        ({"medium": "emulated"}, {verdicts.MODELLED}, "would give the claimed 25 %"),
+        ({"medium": "memory"}, {verdicts.NOT_TESTED}, "One target is memory"),
+        ({"as_the_first": ["device"]}, {verdicts.NOT_TESTED}, "Both lie on one device"),
+        ({"as_the_first": ["device", "fingerprint"]}, {verdicts.NOT_TESTED}, "A/A control"),
+    ],
+)
+def test_a_verdict_is_held_back_where_the_storage_cannot_carry_it(finished, changes, verdicts_of_1_2, words):
+    study = altered(finished, **changes)
+    row = verdicts.claims_table(study).set_index("id").loc["1.2"]
+    assert row.verdict in verdicts_of_1_2 and words in row.figure
+    assert ("A/A control" in verdicts.headline(study)) == (words == "A/A control")
 
 
 def test_a_study_of_one_target_is_described_and_compares_nothing(finished, tmp_path):

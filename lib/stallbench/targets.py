@@ -257,9 +257,9 @@ def _machine() -> str:
 
 def _owned(folder: Path) -> dict | None:
     """Read the marker of a folder of ours; None for anything else, a link included."""
-    if folder.is_symlink() or not folder.is_dir():
-        return None
     try:
+        if folder.is_symlink() or not folder.is_dir():
+            return None
         marker = json.loads((folder / MARKER).read_text())
     except (OSError, ValueError):
         return None
