@@ -142,6 +142,7 @@ def test_the_rule_of_claim_1_2(low, high, verdict):
         ((2.583, float("nan"), float("nan"), "s"), "2.58 s"),
         ((float("nan"), float("nan"), float("nan"), "%"), "unknown"),
         ((5.0, 5.0, 5.0, "s"), "5.00 s (5.00 to 5.00)"),
+        ((-0.3, -12.1, 14.2, "%"), "0 % (-12 to 14)"),
     ],
 )
 def test_figures_have_the_digits_that_their_interval_bears(numbers, text):

@@ -205,5 +205,7 @@ def span_text(value: float, low: float, high: float, unit: str) -> str:
     digits = min(4, max(0, -math.floor(math.log10(half / 2)))) if half > 0 else 2
     if value == round(value) and not math.isfinite(low):
         digits = 0
+    # Adding 0.0 turns a rounded -0 into 0.
+    value, low, high = (round(number, digits) + 0.0 for number in (value, low, high))
     text = f"{value:.{digits}f} {unit}"
     return f"{text} ({low:.{digits}f} to {high:.{digits}f})" if math.isfinite(low) else text

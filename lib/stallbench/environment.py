@@ -81,11 +81,13 @@ def dirty_limits(available_bytes: int) -> dict[str, int]:
 
 
 def git_commit() -> str:
-    """Give the commit of the checkout, with ``+`` where files were changed; ``unknown`` outside a checkout."""
+    """Give the commit of the checkout, with ``+`` where files beside the results were changed; ``unknown`` outside a checkout."""
     try:
         git = ["git", "-C", str(ROOT)]
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--", ".", ":!results"], capture_output=True, text=True, check=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit[:12] + ("+" if changed else "")
