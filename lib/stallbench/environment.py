@@ -81,7 +81,7 @@ def dirty_limits(available_bytes: int) -> dict[str, int]:
 
 
 def git_commit() -> str:
-    """Give the commit of the checkout, with ``+`` where files beside the results were changed; ``unknown`` outside a checkout."""
+    """Give the checkout's commit, with ``+`` where files beside the results differ; ``unknown`` outside one."""
     try:
         git = ["git", "-C", str(ROOT)]
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
