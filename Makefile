@@ -2,7 +2,7 @@
 PYTHON ?= python3
 # The index for a CPU-only torch, where the default one would bring a CUDA build of several GB: make setup TORCH_INDEX=URL
 TORCH_INDEX ?=
-# quick (about 2 minutes on 2 cores), default (8), full (an hour)
+# quick (about 3 minutes on 2 cores), default (9), full (an hour)
 PROFILE ?= default
 
 BIN := .venv/bin

@@ -65,7 +65,7 @@ def run(
         ),
     ] = None,
     profile: Annotated[
-        str, typer.Option(help="quick (about 2 minutes on 2 cores), default (8), full (an hour).")
+        str, typer.Option(help="quick (about 3 minutes on 2 cores), default (9), full (an hour).")
     ] = "default",
     blocks: Annotated[int | None, typer.Option(help="Blocks: each runs one trial of every condition.")] = None,
     wait: Annotated[

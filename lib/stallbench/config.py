@@ -241,7 +241,7 @@ class StudyConfig(Workload):
 DEFAULT_DISK = ROOT / ".target"
 DEFAULT_TARGETS = (f"disk={DEFAULT_DISK}", "nas=emulated:hdd-nas-1gbe")
 
-# Wall time on 2 cores: quick about 2 minutes, default about 8, full about an hour.
+# Wall time on 2 cores: quick about 3 minutes, default about 9, full about an hour.
 PROFILES: dict[str, dict[str, Any]] = {
     "quick": {"blocks": 2, "steps": 8, "every_steps": 2},
     "default": {"blocks": 5, "steps": 30, "every_steps": 5},
