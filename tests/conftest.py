@@ -19,17 +19,10 @@ TINY = ["steps=4", "every_steps=2", "warmup_steps=1", "warmup_saves=1", "batch_s
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
-    """A BERT of half a million parameters with the default model's tokenizer: a checkpoint of 6 MB."""
-    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+    """A model that trains in seconds."""
+    from stallbench.bench import tiny_model
 
-    from stallbench.workload import DEFAULT_MODEL, model_folder
-
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(DEFAULT_MODEL))
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")

@@ -192,6 +192,17 @@ def test_a_study_of_one_target_is_described_and_compares_nothing(finished, tmp_p
     assert set(verdicts.claims_table(study).verdict) == {verdicts.NOT_TESTED}
 
 
+def test_what_only_one_target_did_is_left_out_of_the_comparison(finished, tmp_path):
+    folder = tmp_path / "deleted"
+    shutil.copytree(finished.folder, folder)
+    for path in folder.glob("trials/*-nas-*/spans.parquet"):
+        spans = pd.read_parquet(path)
+        extra = spans[spans.kind == "save"].tail(1).assign(kind="delete", id=999)
+        pd.concat([spans, extra], ignore_index=True).to_parquet(path, index=False)
+    table = analysis.comparison_table(load_study(folder), "nas")
+    assert len(table) == 5 and not table.index.str.startswith("deletion").any()
+
+
 def test_warnings_name_the_number_and_the_way_out(finished):
     texts = list(present.warnings(load_study(finished.folder)))
     assert any("nas is emulated" in text and "--target" in text for text in texts)

@@ -36,16 +36,19 @@ def recording_cost() -> tuple[Interval, float]:
         Seconds of a step of the default model and batch.
     """
     with tempfile.TemporaryDirectory(prefix="stallbench-bench-") as folder:
-        tiny = _tiny_model(Path(folder) / "model")
+        tiny = tiny_model(Path(folder) / "model")
         differences = _paired_differences(str(tiny), Path(folder))
         reference = _step_times(workload.DEFAULT_MODEL, Path(folder), _REFERENCE_STEPS, TrialConfig().batch_size)
     stretches = pd.Series([part.mean() for part in np.array_split(differences, 20)])
     return mean_interval(stretches), float(np.mean(reference[5:]))
 
 
-def _tiny_model(folder: Path) -> Path:
+def tiny_model(folder: Path) -> Path:
+    """Save a BERT of half a million random parameters with the default model's tokenizer; its checkpoint has 6 MB."""
     from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(workload.model_folder(workload.DEFAULT_MODEL))
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)

@@ -18,7 +18,11 @@ def summary(study: Study) -> str:
     """Write the headline and the judged claims as Markdown, for a pull request or a CI summary."""
     table = claims_table(study)
     judged = table[table.verdict != NOT_TESTED]
-    rows = [f"| {row.id} | {row.claim} | {row.verdict} | {row.figure} |" for row in judged.itertuples()]
+    figures = judged.figure.str.replace("|", "\\|", regex=False)  # a target's name may hold one
+    rows = [
+        f"| {row.id} | {row.claim} | {row.verdict} | {figure} |"
+        for row, figure in zip(judged.itertuples(), figures, strict=True)
+    ]
     lines = [
         "# Every minute your model waits",
         "",
@@ -266,9 +270,9 @@ def _shares(table: pd.DataFrame, name: str) -> list[str]:
 def machine_table(study: Study) -> pd.DataFrame:
     """Give the hardware and software that the figures hold for."""
     machine = study.environment
-    rows = {study_target: study.storage(study_target)["words"] for study_target in study.targets}
+    rows = {f"target {target}": study.storage(target)["words"] for target in study.targets}
     rows |= {
-        f"{target}: options": ", ".join(study.storage(target)["options"]) or "none known"
+        f"target {target}, options": ", ".join(study.storage(target)["options"]) or "none known"
         for target in study.targets
         if not study.emulated(target)
     }
