@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from stallbench.results import Study
+from stallbench.results import TRIAL_KEYS, Study
 from stallbench.stats import (
     Equivalence,
     Interval,
@@ -21,21 +21,35 @@ MEASURES = {
     "step_s": ("training step, with its data wait", "return"),
     "returned_s": ("save, until the call returned", "return"),
     "durable_s": ("save, until its bytes were durable", "durable"),
+    "stall_s": ("stall of a save", "return"),
     "restore_s": ("cold restore", "durable"),
     "reload_s": ("cold reload of the data", "durable"),
     "delete_s": ("deletion of an old checkpoint", "durable"),
 }
+# Shown side by side; the stall is one of the two saves, depending on the wait rule.
+SIDE_BY_SIDE = ("step_s", "returned_s", "durable_s", "restore_s", "reload_s", "delete_s")
 
 
-def measured(study: Study, measure: str, wait: str | None = None) -> pd.DataFrame:
+@dataclass(frozen=True)
+class Condition:
+    """What the trials of one cell of the matrix share."""
+
+    target: str
+    method: str
+    wait: str
+
+
+def measured(study: Study, measure: str, wait: str | None = None, method: str | None = None) -> pd.DataFrame:
     """Give the counted values of one measure.
 
     Parameters
     ----------
     measure
-        A key of ``MEASURES``, or ``stall_s``.
+        A key of ``MEASURES``.
     wait
         The wait rule; by default the measure's own, or the study's only one.
+    method
+        The method; by default the study's first.
 
     Returns
     -------
@@ -50,11 +64,12 @@ def measured(study: Study, measure: str, wait: str | None = None) -> pd.DataFram
         table = study.of_kind(kind).rename(columns={"duration_s": "value_s"})
     elif measure == "step_s":
         parts = pd.concat([study.of_kind("step"), study.of_kind("data_wait")])
-        keys = ["trial", "target", "wait", "block", "step"]
-        table = parts.groupby(keys, as_index=False).duration_s.sum().rename(columns={"duration_s": "value_s"})
+        table = parts.groupby([*TRIAL_KEYS, "step"], as_index=False).duration_s.sum()
+        table = table.rename(columns={"duration_s": "value_s"})
     else:
         table = study.events[~study.events.warmup].rename(columns={measure: "value_s"})
-    return table[table.wait == wait][["target", "wait", "block", "trial", "value_s"]].reset_index(drop=True)
+    chosen = table[(table.wait == wait) & (table.method == (method or study.methods[0]))]
+    return chosen.dropna(subset="value_s")[["target", "wait", "block", "trial", "value_s"]].reset_index(drop=True)
 
 
 def condition(study: Study, preferred: str) -> str:
@@ -62,22 +77,23 @@ def condition(study: Study, preferred: str) -> str:
     return preferred if preferred in study.waits else study.waits[0]
 
 
-def block_means(study: Study, measure: str, target: str, wait: str | None = None) -> pd.Series:
+def block_means(
+    study: Study, measure: str, target: str, wait: str | None = None, method: str | None = None
+) -> pd.Series:
     """Give the mean of one measure in seconds for each block that a target completed, indexed by block."""
-    values = measured(study, measure, wait)
+    values = measured(study, measure, wait, method)
     return values[values.target == target].groupby("block").value_s.mean()
 
 
 def compared_with(study: Study) -> list[str]:
-    """Give the targets that the first is compared with: those that share a completed block under each wait rule."""
+    """Give the targets that the first is compared with: those that share a completed block in each condition."""
     first, *others = study.targets
     return [other for other in others if all(_shared(study, first, other, wait) for wait in study.waits)]
 
 
 def _shared(study: Study, first: str, other: str, wait: str) -> set[int]:
-    blocks = [
-        set(study.counted[(study.counted.target == t) & (study.counted.wait == wait)].block) for t in (first, other)
-    ]
+    own = study.counted[(study.counted.wait == wait) & (study.counted.method == study.methods[0])]
+    blocks = [set(own[own.target == target].block) for target in (first, other)]
     return blocks[0] & blocks[1]
 
 
@@ -97,24 +113,35 @@ class Comparison:
 
 
 def compare(study: Study, measure: str, other: str, wait: str | None = None) -> Comparison:
-    """Compare the first target with ``other`` over the blocks that both completed."""
-    first = study.targets[0]
+    """Compare the first target with ``other`` over the blocks that both completed, with the study's first method."""
     wait = wait or condition(study, MEASURES[measure][1])
-    fast, slow = (block_means(study, measure, target, wait) for target in (first, other))
-    shared = fast.index.intersection(slow.index)
-    fast, slow = fast[shared], slow[shared]
-    values = measured(study, measure, wait)
+    first, method = study.targets[0], study.methods[0]
+    return compare_conditions(study, measure, Condition(first, method, wait), Condition(other, method, wait))
+
+
+def compare_conditions(study: Study, measure: str, fast: Condition, slow: Condition) -> Comparison:
+    """Compare two conditions, whatever they differ in, over the blocks that both completed.
+
+    Raises
+    ------
+    ValueError
+        If they share no block.
+    """
+    means = [block_means(study, measure, one.target, one.wait, one.method) for one in (fast, slow)]
+    shared = means[0].index.intersection(means[1].index)
+    fast_means, slow_means = (one[shared] for one in means)
+    values = measured(study, measure, fast.wait, fast.method)
     values = values[values.block.isin(shared)]
     return Comparison(
         measure=measure,
-        wait=wait,
-        fast=first,
-        slow=other,
-        ratio=paired_ratio(fast, slow),
-        fast_s=mean_interval(fast),
-        slow_s=mean_interval(slow),
-        saved_s=paired_difference(fast, slow),
-        events=int((values.target == first).sum()),
+        wait=fast.wait,
+        fast=fast.target,
+        slow=slow.target,
+        ratio=paired_ratio(fast_means, slow_means),
+        fast_s=mean_interval(fast_means),
+        slow_s=mean_interval(slow_means),
+        saved_s=paired_difference(fast_means, slow_means),
+        events=int((values.target == fast.target).sum()),
     )
 
 
@@ -132,7 +159,8 @@ def comparison_table(study: Study, other: str) -> pd.DataFrame:
     first = study.targets[0]
     columns = [first, other, "time saved", "blocks", "events", "detectable"]
     rows = {}
-    for measure, (words, _) in MEASURES.items():
+    for measure in SIDE_BY_SIDE:
+        words = MEASURES[measure][0]
         if block_means(study, measure, first).index.intersection(block_means(study, measure, other).index).empty:
             continue
         one = compare(study, measure, other)
@@ -148,16 +176,17 @@ def comparison_table(study: Study, other: str) -> pd.DataFrame:
 
 
 def share_of_limit(study: Study) -> pd.DataFrame:
-    """Show each target's raw limit, and which share of it a durable save reaches, as bytes over time.
+    """Show each target's raw limits, and which share of the write limit a durable save of the first method reaches.
 
     Returns
     -------
     pandas.DataFrame
-        Indexed by target: ``raw_write_bytes_per_s``, ``raw_read_bytes_per_s``, ``save_bytes_per_s``, ``share``; NaN
-        where the path has no O_DIRECT.
+        Indexed by target: ``raw_write_bytes_per_s``, ``raw_buffered_bytes_per_s``, ``raw_read_bytes_per_s``,
+        ``raw_random_s`` (a random 4 KiB read), ``raw_small_s`` (a small file made durable), ``save_bytes_per_s``,
+        ``share``; NaN where a limit wasn't probed, for example without O_DIRECT.
     """
     rows = {}
-    saves = study.events[~study.events.warmup]
+    saves = study.events[~study.events.warmup & (study.events.method == study.methods[0])]
     for target in study.targets:
         raw = _raw_limits(study, target)
         own = saves[(saves.target == target) & (saves.wait == condition(study, "durable"))]
@@ -171,11 +200,18 @@ def _raw_limits(study: Study, target: str) -> dict[str, float]:
     if study.emulated(target):
         profile = study.storage(target)["profile"]
         stated = min(profile["link_bytes_per_s"], profile["disk_bytes_per_s"])
-        return {"raw_write_bytes_per_s": stated, "raw_read_bytes_per_s": stated}
+        round_trips_s = profile["round_trip_s"] * profile["round_trips_per_file"]
+        random_s = round_trips_s + profile["position_s"] + 4096 / stated
+        rates = dict.fromkeys(("raw_write_bytes_per_s", "raw_buffered_bytes_per_s", "raw_read_bytes_per_s"), stated)
+        return rates | {"raw_random_s": random_s, "raw_small_s": random_s}
     raw = {}
-    for kind in ("raw_write", "raw_read"):
-        spans = study.spans[(study.spans.kind == kind) & (study.spans.target == target)]
-        raw[f"{kind}_bytes_per_s"] = spans.size_bytes.sum() / spans.duration_s.sum() if len(spans) else math.nan
+    spans = study.spans[study.spans.target == target]
+    totals = spans.groupby("kind")[["size_bytes", "files", "duration_s"]].sum()
+    for kind in ("raw_write", "raw_buffered", "raw_read"):
+        found = kind in totals.index
+        raw[f"{kind}_bytes_per_s"] = totals.size_bytes[kind] / totals.duration_s[kind] if found else math.nan
+    for kind in ("raw_random", "raw_small"):
+        raw[f"{kind}_s"] = totals.duration_s[kind] / totals.files[kind] if kind in totals.index else math.nan
     return raw
 
 

@@ -14,6 +14,7 @@ from stallbench import __version__
 from stallbench.config import (
     DEFAULT_DISK,
     DEFAULT_TARGETS,
+    METHODS,
     PROFILES,
     RESULTS,
     ConfigError,
@@ -55,6 +56,9 @@ _SETTINGS_HELP = "Override a parameter, NAME=VALUE; repeat it. Known: " + ", ".j
 )
 
 
+_METHODS_HELP = "; ".join(f"{name}: {words}" for name, words in METHODS.items())
+
+
 @app.command()
 def run(
     target: Annotated[
@@ -72,6 +76,10 @@ def run(
         list[str] | None,
         typer.Option(help="Wait rule, return or durable; repeat it. Default: both, as two conditions."),
     ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help=f"How to save; repeat it. Default: trainer. {_METHODS_HELP}"),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the blocks' order, the weights and the data's order.")] = 0,
     set_: Annotated[list[str] | None, typer.Option("--set", help=_SETTINGS_HELP)] = None,
     control: Annotated[bool, typer.Option(help="Allow one directory under two names: an A/A control.")] = False,
@@ -88,7 +96,7 @@ def run(
     from stallbench import study
 
     try:
-        config = _study_config(target, profile, blocks, wait, seed, set_, control)
+        config = _study_config(target, profile, blocks, wait, method, seed, set_, control)
         folder = (out or RESULTS / profile).expanduser().absolute()
         ahead = study.preview(config)
         study.open_folder(config, folder, show_paths)
@@ -123,6 +131,7 @@ def _study_config(
     profile: str,
     blocks: int | None,
     wait: list[str] | None,
+    method: list[str] | None,
     seed: int,
     set_: list[str] | None,
     control: bool,
@@ -134,6 +143,7 @@ def _study_config(
     values = PROFILES[profile] | _settings(set_ or [])
     values |= {"blocks": blocks} if blocks is not None else {}
     values |= {"waits": tuple(wait)} if wait else {}
+    values |= {"methods": tuple(method)} if method else {}
     places = tuple(parse_target(text) for text in target or DEFAULT_TARGETS)
     return StudyConfig.parse(targets=places, seed=seed, control=control, **values)
 
@@ -141,8 +151,11 @@ def _study_config(
 def _announce(console: Console, config: StudyConfig, ahead: Any, todo: int, folder: Path) -> None:
     from stallbench.targets import storage_of
 
-    conditions = " and ".join(f"wait={wait}" for wait in config.waits)
-    console.print(f"{config.trials} trials: {config.blocks} blocks x {len(config.targets)} targets x {conditions}")
+    waits = " and ".join(f"wait={wait}" for wait in config.waits)
+    methods = ", ".join(config.methods)
+    console.print(
+        f"{config.trials} trials: {config.blocks} blocks x {len(config.targets)} targets x {methods} x {waits}"
+    )
     for target in config.targets:
         console.print(f"  {target.name}: {storage_of(target)['words']}", markup=False)
     if todo < config.trials:
@@ -166,7 +179,7 @@ def _progress(console: Console, bar: Progress, todo: int) -> Any:
         outcome = f"FAILED: {reason}" if reason else f"ok, {seconds:.0f} s"
         bar.update(task, advance=1, description=f"{_minutes(left_s)} left")
         left = f"; about {_minutes(left_s)} left" if left_s and not console.is_terminal else ""
-        console.print(f"block {planned.block} {planned.target.name} wait={planned.wait}: {outcome}{left}", markup=False)
+        console.print(f"{planned.words}: {outcome}{left}", markup=False)
 
     return on_trial
 

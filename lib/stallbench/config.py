@@ -14,6 +14,27 @@ EMULATED = "emulated:"
 DATA_SUFFIXES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 Wait = Literal["return", "durable"]
+Method = Literal[
+    "trainer", "model-only", "adapter-only",
+    "torch", "safetensors", "dcp", "dcp-async", "dcp-async-process", "staged", "fast", "fast-async",
+]  # fmt: skip
+METHODS: dict[str, str] = {
+    "trainer": "transformers.Trainer as shipped: its own layout, no fsync, no commit",
+    "model-only": "the Trainer as shipped with save_only_model: training can't be resumed as it was",
+    "adapter-only": "the Trainer as shipped, a LoRA adapter (peft) and nothing else: the base model isn't saved",
+    "torch": "torch.save of the full state",
+    "safetensors": "safetensors.torch.save_file of the full state",
+    "dcp": "torch.distributed.checkpoint",
+    "dcp-async": "torch.distributed.checkpoint, asynchronous, in a thread",
+    "dcp-async-process": "torch.distributed.checkpoint, asynchronous, in a process",
+    "staged": "safetensors to a local folder, then a copy to the target beside training",
+    "fast": "ours: safetensors past the page cache, several writes deep",
+    "fast-async": "ours: one copy in memory, then as fast, beside training",
+}
+# Saves of the Trainer's own, which this study doesn't change; those that leave something out can't prove a full restore.
+AS_SHIPPED = ("trainer", "model-only", "adapter-only")
+SNAPSHOTS = ("dcp-async", "dcp-async-process", "fast-async")  # keep a copy of the state in memory
+ASYNCHRONOUS = (*SNAPSHOTS, "staged")
 
 
 class ConfigError(ValueError):
@@ -108,6 +129,7 @@ class Workload(_Request):
     keep: int = Field(
         2, ge=1, description="checkpoints that stay on the target; older ones are deleted outside the save"
     )
+    settle: bool = Field(True, description="begin no save before the last is durable; the pause counts as nothing")
     warmup_saves: int = Field(3, ge=0, description="first saves that are recorded, but not counted")
     warmup_steps: int = Field(2, ge=0, description="first steps that are recorded, but not counted")
     batch_size: int = Field(8, ge=1, description="rows of a step")
@@ -124,6 +146,7 @@ class Workload(_Request):
     text_column: str = Field("text", min_length=1, description="the dataset's text column")
     label_column: str = Field("label", min_length=1, description="the dataset's label column")
     eval_rows: int = Field(64, ge=1, description="rows held out for the evaluation")
+    staging: str = Field("", description="fast local folder for method staged; empty for the temporary one")
     save_limit_s: float = Field(600.0, gt=0, description="a save that takes longer fails its trial")
     trial_limit_s: int = Field(7200, ge=1, description="a trial that takes longer is stopped and fails")
     allow_download: bool = Field(False, description="let a Hub name be downloaded")
@@ -136,6 +159,13 @@ class Workload(_Request):
         if path.suffix.lower() in DATA_SUFFIXES and not path.is_file():
             raise ValueError("there is no such file; name one that exists")
         return str(path.absolute()) if path.exists() else name
+
+    @field_validator("staging")
+    @classmethod
+    def _staging_folder(cls, folder: str) -> str:
+        if folder and not Path(folder).expanduser().is_dir():
+            raise ValueError("there is no such directory; make it, or leave it empty")
+        return str(Path(folder).expanduser().absolute()) if folder else ""
 
     @model_validator(mode="after")
     def _intervals(self) -> Self:
@@ -180,6 +210,7 @@ class TrialConfig(Workload):
 
     target: str = Field("emulated:hdd-nas-1gbe", description="a directory, or emulated:PROFILE")
     target_name: str = Field("target", description="how results call the target")
+    method: Method = Field("trainer", description="how checkpoints are saved; stallbench run --help lists the methods")
     wait: Wait = Field("durable", description="return: go on when the save call is back; durable: when its bytes are")
     seed: int = Field(0, ge=0, description="seed of weights, order and dropout")
     block: int = Field(0, ge=0, description="block of the study that the trial belongs to")
@@ -206,9 +237,10 @@ class TrialConfig(Workload):
 
 
 class StudyConfig(Workload):
-    """A study: targets x wait rules, one trial of each in every block, blocks in seeded random order."""
+    """A study: targets x methods x wait rules, one trial of each in every block, blocks in seeded random order."""
 
     targets: tuple[Target, ...] = Field(description="the first is compared with each of the others")
+    methods: tuple[Method, ...] = Field(("trainer",), min_length=1)
     waits: tuple[Wait, ...] = Field(("return", "durable"), min_length=1)
     blocks: int = Field(5, ge=1)
     seed: int = Field(0, ge=0)
@@ -225,17 +257,17 @@ class StudyConfig(Workload):
                 raise ValueError(f"the name {name!r} stands for more than one target; give each its own")
         return targets
 
-    @field_validator("waits")
+    @field_validator("waits", "methods")
     @classmethod
-    def _distinct_waits(cls, waits: tuple[Wait, ...]) -> tuple[Wait, ...]:
-        if len(set(waits)) < len(waits):
-            raise ValueError("each wait rule may be named once")
-        return waits
+    def _once(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(names)) < len(names):
+            raise ValueError("each may be named once")
+        return names
 
     @property
     def trials(self) -> int:
         """Trials of the whole study."""
-        return self.blocks * len(self.targets) * len(self.waits)
+        return self.blocks * len(self.targets) * len(self.methods) * len(self.waits)
 
 
 DEFAULT_DISK = ROOT / ".target"

@@ -14,13 +14,17 @@ from stallbench.config import ConfigError
 
 # Raised when a column or a file changes; see the list below.
 #   1  first version
-SCHEMA_VERSION = 1
+#   2  methods; a save's call and phases are spans of their own
+SCHEMA_VERSION = 2
 # Raised when the way of timing changes, so that figures of two versions are never compared.
 #   1  Trainer's save as shipped, fsync of the tree for durable, fadvise and mincore for cold
-METHOD_VERSION = 1
+#   2  a save begins once the last is durable (settle); raw limits with fio where it is installed
+METHOD_VERSION = 2
 
 STUDY, ENVIRONMENT, VALIDATION = "study.json", "environment.json", "validation.json"
 TRIAL, FAILURE, SPANS = "trial.json", "failure.json", "spans.parquet"
+# What tells a trial from the others.
+TRIAL_KEYS = ("trial", "target", "method", "wait", "block")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -48,9 +52,9 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path.parent.name}/{path.name} is damaged ({error}); restore it, or run anew") from None
 
 
-def trial_id(block: int, attempt: int, target_name: str, wait: str) -> str:
-    """Name a trial's folder."""
-    return f"b{block:02d}-a{attempt}-{target_name}-{wait}"
+def trial_id(block: int, attempt: int, target_name: str, method: str, wait: str) -> str:
+    """Name a trial's folder; no method's name holds two dashes, so that it can be read back."""
+    return f"b{block:02d}-a{attempt}-{wait}-{method}--{target_name}"
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ class Study:
     Attributes
     ----------
     trials
-        One row a trial folder: ``trial``, ``target``, ``wait``, ``block``, ``attempt``, ``status`` (``complete``,
-        ``failed``, ``interrupted``), ``superseded`` (a later attempt at its block exists), ``reason``.
+        One row a trial folder: ``trial``, ``target``, ``method``, ``wait``, ``block``, ``attempt``, ``status``
+        (``complete``, ``failed``, ``interrupted``), ``superseded`` (a later attempt at its block exists), ``reason``.
     """
 
     folder: Path
@@ -79,6 +83,11 @@ class Study:
     def waits(self) -> list[str]:
         """The wait rules under which a trial succeeded, in the order of the request."""
         return [wait for wait in self.request["waits"] if (self.counted.wait == wait).any()]
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods by which a trial succeeded, in the order of the request."""
+        return [method for method in self.request["methods"] if (self.counted.method == method).any()]
 
     @property
     def study_id(self) -> str:
@@ -111,51 +120,53 @@ class Study:
 
     @cached_property
     def spans(self) -> pd.DataFrame:
-        """All spans of the counted trials, with ``trial``, ``target``, ``wait``, ``block`` and ``duration_s``."""
+        """All spans of the counted trials, with ``TRIAL_KEYS`` and ``duration_s``; of several ranks the slowest."""
         frames = []
         for row in self.counted.itertuples():
-            frame = pd.read_parquet(self.folder / "trials" / row.trial / SPANS)
-            frames.append(frame.assign(trial=row.trial, target=row.target, wait=row.wait, block=row.block))
+            files = sorted((self.folder / "trials" / row.trial).glob("spans*.parquet"))
+            frame = slowest_rank([pd.read_parquet(file) for file in files])
+            frames.append(frame.assign(**{key: getattr(row, key) for key in TRIAL_KEYS}))
         spans = pd.concat(frames, ignore_index=True)
         return spans.assign(duration_s=spans.end_s - spans.start_s)
 
     @cached_property
+    def phases(self) -> pd.DataFrame:
+        """The spans inside of saves, but for the call that holds some of them; each with its save's ``warmup``."""
+        return self.spans[(self.spans.parent >= 0) & (self.spans.kind != "call")]
+
+    @cached_property
     def events(self) -> pd.DataFrame:
-        """One row a checkpoint event, with ``returned_s``, ``durable_s``, ``stall_s`` and ``size_bytes``."""
+        """One row a checkpoint event: when its call returned, when it was durable, how long training stood still.
+
+        ``returned_s``, ``durable_s``, ``stall_s``, for staged saves ``local_s`` (durable on the local folder), all from
+        the beginning of the save; ``queue_s``, the part of the stall that waited for the save before; ``size_bytes``.
+        """
         spans = self.spans
-        saves = spans[spans.kind == "save"]
-        key = ["trial", "id"]
-        for kind in ("write", "sync"):
-            child = spans[spans.kind == kind][["trial", "parent", "end_s"]]
-            saves = saves.merge(
-                child.rename(columns={"parent": "id", "end_s": f"{kind}_end_s"}), on=key, validate="1:1"
-            )
+        inside = spans[spans.parent >= 0].assign(save=spans.parent)
+        key = ["trial", "save"]
+        parts = {
+            "returned_end_s": inside[inside.kind == "call"].groupby(key).end_s.max(),
+            # skipna=False: a sync that an error cut short leaves no durable time behind
+            "durable_end_s": inside.groupby(key).end_s.max(),
+            "local_end_s": inside[(inside.kind == "sync") & (inside.part == "local")].groupby(key).end_s.max(),
+            "queue_s": inside[inside.kind == "queue"].groupby(key).duration_s.sum(),
+        }
+        saves = spans[spans.kind == "save"].rename(columns={"id": "save"})
+        saves = saves.merge(pd.DataFrame(parts).reset_index(), on=key, how="left", validate="1:1")
         return saves.assign(
-            returned_s=saves.write_end_s - saves.start_s,
-            durable_s=saves.sync_end_s - saves.start_s,
+            returned_s=saves.returned_end_s - saves.start_s,
+            durable_s=saves.durable_end_s - saves.start_s,
+            local_s=saves.local_end_s - saves.start_s,
             stall_s=saves.end_s - saves.start_s,
-        )[
-            [
-                "trial",
-                "target",
-                "wait",
-                "block",
-                "step",
-                "start_s",
-                "warmup",
-                "size_bytes",
-                "files",
-                "returned_s",
-                "durable_s",
-                "stall_s",
-            ]
-        ]
+            queue_s=saves.queue_s.fillna(0.0),
+        )[[*TRIAL_KEYS, "save", "step", "warmup", "size_bytes", "files", "start_s", "end_s", "durable_end_s",
+           "returned_s", "durable_s", "local_s", "stall_s", "queue_s"]]  # fmt: skip
 
     @cached_property
     def restores(self) -> pd.DataFrame:
         """One row a trial: the cold restore in seconds (its parts added up) and what is known about the caches."""
         parts = self.spans[self.spans.kind == "restore"]
-        keys = ["trial", "target", "wait", "block"]
+        keys = list(TRIAL_KEYS)
         caches = ["cache_data", "cache_metadata", "cache_server"]
         total = parts.groupby(keys, as_index=False)[["duration_s", "size_bytes"]].sum()
         return total.rename(columns={"duration_s": "restore_s"}).merge(
@@ -165,6 +176,28 @@ class Study:
     def of_kind(self, kind: str) -> pd.DataFrame:
         """Give the counted spans of one kind."""
         return self.spans[(self.spans.kind == kind) & ~self.spans.warmup]
+
+
+def slowest_rank(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    """Join the timelines of a job's ranks: for each step, the rank whose save, wait or step took longest counts.
+
+    Ranks wait for each other, so that the slowest one sets the pace (MLPerf Storage counts checkpoints likewise).
+    """
+    if len(frames) == 1:
+        return frames[0]
+    ranked = pd.concat([frame.assign(rank=rank) for rank, frame in enumerate(frames)], ignore_index=True)
+    outer = ranked[ranked.parent < 0].copy()
+    inside = ranked[ranked.parent >= 0]
+    ends = inside.groupby(["rank", "parent"]).end_s.max().rename_axis(["rank", "id"]).rename("inner_end_s")
+    outer = outer.join(ends, on=["rank", "id"])
+    outer["whole_s"] = outer[["end_s", "inner_end_s"]].max(axis=1) - outer.start_s
+    outer["turn"] = outer.groupby(["rank", "kind", "step", "part"]).cumcount()
+    kept = outer.loc[outer.groupby(["kind", "step", "part", "turn"]).whole_s.idxmax()]
+    phases = inside.merge(kept[["rank", "id"]].rename(columns={"id": "parent"}), on=["rank", "parent"])
+    joined = pd.concat([kept[ranked.columns], phases])
+    ids = joined["rank"] * (ranked.id.max() + 1)  # ids of several ranks must not meet
+    parents = (joined.parent + ids).where(joined.parent >= 0, -1)
+    return joined.assign(id=joined.id + ids, parent=parents).drop(columns="rank").sort_values("start_s")
 
 
 def load_study(folder: str | Path) -> Study:
@@ -198,14 +231,15 @@ def scan(folder: Path) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
     """List the trials of a study by what lies on disk: ``trial.json`` alone says that one succeeded."""
     rows, details = [], {}
     for path in sorted((folder / "trials").glob("b*-a*-*")):
-        target, wait = path.name.split("-", 2)[2].rsplit("-", 1)
-        block, attempt = (int(part[1:]) for part in path.name.split("-", 2)[:2])
-        row = {"trial": path.name, "target": target, "wait": wait, "block": block, "attempt": attempt}
+        condition, target = path.name.split("--", 1)
+        numbered, attempted, wait, method = condition.split("-", 3)
+        row = {"trial": path.name, "target": target, "method": method, "wait": wait}
+        row |= {"block": int(numbered[1:]), "attempt": int(attempted[1:])}
         row["status"], row["reason"] = status_of(path)
         if row["status"] == "complete":
             details[path.name] = read_json(path / TRIAL)
         rows.append(row)
-    columns = ["trial", "target", "wait", "block", "attempt", "status", "reason"]
+    columns = [*TRIAL_KEYS, "attempt", "status", "reason"]
     trials = pd.DataFrame(rows, columns=columns)
     latest = trials.groupby("block").attempt.transform("max")
     return trials.assign(superseded=trials.attempt < latest), details

@@ -9,10 +9,14 @@ from dataclasses import asdict, dataclass
 
 import pandas as pd
 
-# Kinds and what they cover. A raw_* span is a probe of the target's limit, not part of training.
+# Kinds and what they cover. A save holds the call and its phases, from queue to commit; of these, sync and commit, and
+# with an asynchronous method write too, may lie beside training. A raw_* span is a probe of the target's limit; a
+# memory_save is the same save to memory, for what no storage can speed up; a mock_step is a wait in a step's stead; in
+# settle, which counts as nothing, the next save waits until the last one is durable, as minutes of training would.
 KINDS = (
-    "put_data", "reload_data", "data_wait", "step", "save", "write", "sync", "delete", "eval", "restore", "raw_write",
-    "raw_read",
+    "put_data", "reload_data", "data_wait", "step", "save", "call", "queue", "snapshot", "serialize", "write", "sync",
+    "commit", "delete", "settle", "eval", "restore", "raw_write", "raw_buffered", "raw_read", "raw_random", "raw_small",
+    "memory_save", "mock_step",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import itertools
 import os
 import shlex
 import shutil
@@ -20,7 +21,7 @@ from uuid import uuid4
 import numpy as np
 
 from stallbench import emulated, targets, workload
-from stallbench.config import EMULATED, NOTEBOOKS, ConfigError, StudyConfig, Target, Wait, Workload
+from stallbench.config import EMULATED, NOTEBOOKS, ConfigError, Method, StudyConfig, Target, Wait, Workload
 from stallbench.environment import capture
 from stallbench.execute import execute_notebook, kernel_environment
 from stallbench.privacy import Redactor
@@ -47,11 +48,17 @@ _NOT_COMPARED = {"created_utc", "command", "model", "dataset"}
 
 @dataclass(frozen=True)
 class PlannedTrial:
-    """One trial of the plan: a target under a wait rule, in a block."""
+    """One trial of the plan: a target, a method and a wait rule, in a block."""
 
     block: int
     target: Target
+    method: Method
     wait: Wait
+
+    @property
+    def words(self) -> str:
+        """Name it in a line of progress."""
+        return f"block {self.block}: {self.target.name}, {self.method}, wait={self.wait}"
 
 
 def plan(config: StudyConfig) -> list[list[PlannedTrial]]:
@@ -59,7 +66,8 @@ def plan(config: StudyConfig) -> list[list[PlannedTrial]]:
     draw = np.random.default_rng(config.seed)
     blocks = []
     for block in range(1, config.blocks + 1):
-        trials = [PlannedTrial(block, target, wait) for target in config.targets for wait in config.waits]
+        conditions = itertools.product(config.targets, config.methods, config.waits)
+        trials = [PlannedTrial(block, *condition) for condition in conditions]
         blocks.append([trials[index] for index in draw.permutation(len(trials))])
     return blocks
 
@@ -81,9 +89,11 @@ def preview(config: StudyConfig) -> Preview:
     ConfigError
         If a target can't serve.
     """
-    checkpoint_bytes = workload.checkpoint_bytes(config.model)
-    needed_bytes = max(workload.planned_bytes(config, checkpoint_bytes, wait) or 0 for wait in config.waits)
+    conditions = list(itertools.product(config.methods, config.waits))
+    needed_bytes = max(workload.planned_bytes(config, method, wait) or 0 for method, wait in conditions)
     warnings = targets.check(config.targets, needed_bytes, config.control)
+    for method in config.methods:
+        workload.check_memory(method, config.model)
     if len(config.targets) == 1:
         warnings.append("one target: the report describes it and compares nothing; add a second --target")
     if config.warmup_saves <= config.keep:
@@ -93,11 +103,16 @@ def preview(config: StudyConfig) -> Preview:
         )
     if config.blocks == 1:
         warnings.append("one block: figures come without an interval; use --blocks 3 or more")
-    saves = config.planned_saves or 1
-    known = checkpoint_bytes and config.planned_saves
-    written_bytes = saves * checkpoint_bytes * config.blocks * len(config.waits) if known else None
-    seconds = sum(_guess_s(config, target, saves, checkpoint_bytes or 0) for target in config.targets)
-    return Preview(written_bytes, seconds * config.blocks * len(config.waits), warnings)
+    one_save = {method: workload.checkpoint_bytes(config.model, method) for method in config.methods}
+    saves = config.planned_saves
+    known = saves is not None and None not in one_save.values()
+    written_bytes = sum(one_save[method] for method, _ in conditions) * saves * config.blocks if known else None
+    seconds = sum(
+        _guess_s(config, target, saves or 1, one_save[method] or 0)
+        for target in config.targets
+        for method, _ in conditions
+    )
+    return Preview(written_bytes, seconds * config.blocks, warnings)
 
 
 def _guess_s(config: StudyConfig, target: Target, saves: int, checkpoint_bytes: int) -> float:
@@ -168,7 +183,7 @@ def _redactor(config: StudyConfig, show_paths: bool) -> Redactor:
     places = [target for target in config.targets if not target.emulated]
     paths = [(target.name, path) for target in places for path in (target.location, targets.directory(target))]
     paths += [
-        (name, path) for name, path in (("model", config.model), ("data", config.dataset)) if path.startswith("/")
+        (name, path) for name, path in (("model", config.model), ("data", config.dataset), ("staging", config.staging)) if path.startswith("/")
     ]
     return Redactor(paths, show_paths)
 
@@ -274,12 +289,13 @@ def _run_trial(
     show_paths: bool,
 ) -> str:
     """Run one trial in a fresh kernel; gives the reason of its failure, or an empty string."""
-    name = trial_id(planned.block, attempt, planned.target.name, planned.wait)
+    name = trial_id(planned.block, attempt, planned.target.name, planned.method, planned.wait)
     out = folder / "trials" / name
     out.mkdir()
     parameters = config.model_dump(include=set(Workload.model_fields)) | {
         "target": planned.target.location if planned.target.emulated else str(owned.parent),
         "target_name": planned.target.name,
+        "method": planned.method,
         "wait": planned.wait,
         "seed": config.seed + planned.block,
         "block": planned.block,

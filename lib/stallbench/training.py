@@ -1,40 +1,39 @@
-"""A Trainer whose waits are measured: data, steps, saves until returned and until durable, and restores."""
+"""A Trainer whose waits are measured, and one that saves by another method: each a layer over any Trainer's class."""
 
 import hashlib
+import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
-from stallbench.config import TrialConfig
+from stallbench.checkpointing import commit
+from stallbench.checkpointing.checkpointer import Checkpointer, load
+from stallbench.checkpointing.state import capture, flatten, set_random_state
+from stallbench.config import TrialConfig, Wait
 from stallbench.emulated import wait_until
 from stallbench.pagecache import files_below, sync_tree, tree_size
 from stallbench.spans import Span, Timeline
 from stallbench.targets import Workspace
 
-# Which files of the Trainer's layout each of its three loading calls reads.
-_RESTORED = {
-    "optimizer": ("optimizer.pt", "scheduler.pt"),
-    "rng": ("rng_state.pth",),
-}
+# Which files of the Trainer's layout each of its loading calls reads; the weights' call reads all others.
+_RESTORED = {"optimizer": ("optimizer.pt", "scheduler.pt"), "rng": ("rng_state.pth",)}
+_STATE_FILE = "trainer_state.json"
 
 
 def synchronize() -> None:
     """Wait for the accelerator's pending work, if there is an accelerator."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-
-
-def counted(config: TrialConfig, step: int) -> bool:
-    """Whether a step counts: not a warm-up, and not the one step after the last save that proves the restore."""
-    return config.warmup_steps < step <= config.steps
 
 
 def fingerprint(trainer: Trainer) -> dict[str, str | int]:
@@ -45,181 +44,134 @@ def fingerprint(trainer: Trainer) -> dict[str, str | int]:
     dict
         ``weights``, ``optimizer``, ``scheduler`` and ``rng`` as hex digests, and ``step``.
     """
-    import random
-
     rng = [random.getstate(), np.random.get_state(), torch.random.get_rng_state()]
     if torch.cuda.is_available():
         rng.append(torch.cuda.random.get_rng_state())
     return {
-        "weights": _digest(trainer.model.state_dict()),
-        "optimizer": _digest(trainer.optimizer.state_dict()),
-        "scheduler": _digest(trainer.lr_scheduler.state_dict()),
-        "rng": _digest(rng),
+        "weights": digest(trainer.model.state_dict()),
+        "optimizer": digest(trainer.optimizer.state_dict()),
+        "scheduler": digest(trainer.lr_scheduler.state_dict()),
+        "rng": digest(rng),
         "step": trainer.state.global_step,
     }
 
 
-def _digest(value: Any) -> str:
-    digest = hashlib.sha256()
+def digest(value: Any) -> str:
+    """Give the SHA-256 of nested tensors, arrays and plain values, as a hex string."""
+    sha = hashlib.sha256()
 
     def feed(value: Any) -> None:
         if isinstance(value, torch.Tensor):
             array = value.detach().cpu().contiguous()
-            digest.update(f"{array.dtype}{tuple(array.shape)}".encode())
-            digest.update(array.reshape(-1).view(torch.uint8).numpy())
+            sha.update(f"{array.dtype}{tuple(array.shape)}".encode())
+            sha.update(array.reshape(-1).view(torch.uint8).numpy())
         elif isinstance(value, np.ndarray):
-            digest.update(np.ascontiguousarray(value))
+            sha.update(np.ascontiguousarray(value))
         elif isinstance(value, dict):
             for key in value:
-                digest.update(repr(key).encode())
+                sha.update(repr(key).encode())
                 feed(value[key])
         elif isinstance(value, list | tuple):
             for item in value:
                 feed(item)
         else:
-            digest.update(repr(value).encode())
+            sha.update(repr(value).encode())
 
     feed(value)
-    return digest.hexdigest()
+    return sha.hexdigest()
 
 
-class SaveClock(TrainerCallback):
-    """Say when to save, by steps or by time, and time each step between its batch and its update."""
+@dataclass
+class Recorder:
+    """What a recorded Trainer writes to, and under which rules.
 
-    def __init__(self, config: TrialConfig, timeline: Timeline) -> None:
-        self._config, self._timeline = config, timeline
-        self._step: Span | None = None
-        self._last_save_s = timeline.now_s()
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Start the clock of the first interval."""
-        self._last_save_s = self._timeline.now_s()
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Open the step's span: the batch is there."""
-        step = state.global_step + 1
-        self._step = self._timeline.begin("step", step=step, warmup=not counted(self._config, step))
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Close the step's span, and ask for a save where one is due.
-
-        The last planned step is always saved; the Trainer runs one step more, which the restored run repeats.
-        """
-        self._timeline.end(self._step)
-        due = state.global_step == self._config.steps
-        if self._config.every_steps:
-            due = due or state.global_step % self._config.every_steps == 0
-        else:
-            due = due or self._timeline.now_s() - self._last_save_s >= self._config.every_s
-        control.should_save = due and state.global_step <= self._config.steps
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Start the next interval when the save is over."""
-        self._last_save_s = self._timeline.now_s()
-
-
-class MeasuredTrainer(Trainer):
-    """``transformers.Trainer`` with a timeline around what it does; its training is deterministic, to be provable.
-
-    The save itself is the Trainer's own: its layout, its serialisation, no fsync. Around it stand the time at which
-    it returned, the time at which its bytes were durable, and the deletion of old checkpoints as a span of its own.
-
-    Parameters
+    Attributes
     ----------
-    on_overdue
-        Called from a watching thread with a reason when a save passes ``config.save_limit_s``.
+    keep
+        Checkpoints of the Trainer's own layout that stay; None leaves deletion to the Trainer.
+    guard
+        Held while a save is under way, with its step.
     """
 
-    def __init__(
-        self,
-        *,
-        config: TrialConfig,
-        timeline: Timeline,
-        workspace: Workspace,
-        on_overdue: Callable[[str], None],
-        **arguments: Any,
-    ) -> None:
-        super().__init__(callbacks=[SaveClock(config, timeline)], **arguments)
-        self.remove_callback(PrinterCallback)
-        self.config, self.timeline, self.workspace = config, timeline, workspace
-        self.fingerprints: dict[str, dict] = {}
-        self._on_overdue = on_overdue
-        self._losses: list[torch.Tensor] = []
-        self.saves = 0
-        self._syncs: dict[Path, Future] = {}
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="sync")
+    timeline: Timeline
+    workspace: Workspace
+    wait: Wait = "return"
+    keep: int | None = None
+    warmup_steps: int = 0
+    warmup_saves: int = 0
+    last_step: int | None = None
+    guard: Callable[[int], AbstractContextManager[None]] = lambda step: _no_guard()
+    saves: int = 0
+    _current: Span | None = None
+    _syncs: dict[Path, Future] = field(default_factory=dict)
+    _background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="sync"))
 
-    @property
-    def losses(self) -> list[float]:
-        """The loss of each step so far."""
-        return [loss.item() for loss in self._losses]
+    def counted(self, step: int) -> bool:
+        """Whether a step counts: not a warm-up, and not the one after the last save that proves the restore."""
+        return step > self.warmup_steps and (self.last_step is None or step <= self.last_step)
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Time the wait for the next batch."""
-        step = self.state.global_step + 1
-        with self.timeline.span("data_wait", step=step, warmup=not counted(self.config, step)):
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-
-    def training_step(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        """Keep the loss, without reading it: that would make the accelerator wait."""
-        loss = super().training_step(*arguments, **keywords)
-        self._losses.append(loss.detach())
-        return loss
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        self.workspace.require_present()
-        step = self.state.global_step
-        folder = Path(self.args.output_dir) / f"checkpoint-{step}"
+    def count_save(self) -> bool:
+        """Count a save; gives whether it is a warm-up."""
         self.saves += 1
-        fields = {"step": step, "warmup": self.saves <= self.config.warmup_saves}
-        with self._watched(step), self.timeline.span("save", **fields) as save:
-            with self.timeline.span("write", parent=save.id, **fields) as write:
-                super()._save_checkpoint(model, trial)
-                durable_s = self.workspace.charge_write(folder)
-            if self.config.wait == "durable":
-                self._make_durable(folder, durable_s, save)
-        write.size_bytes, write.files = save.size_bytes, save.files = tree_size(folder)
-        if self.config.wait == "return":
-            self._syncs[folder] = self._background.submit(self._sync_watched, folder, durable_s, save)
-        self._delete_old()
-        if step == self.config.steps:
-            self.fingerprints["saved"] = fingerprint(self)
+        return self.saves <= self.warmup_saves
 
-    def _make_durable(self, folder: Path, durable_s: float | None, save: Span) -> None:
+    def phase(self, part: str) -> AbstractContextManager[Any]:
+        """Open a part of the Trainer's own save; outside of one, nothing is recorded."""
+        if self._current is None:
+            return _no_guard()
+        return self._phase(self._current, "write" if self.workspace.device is None else "serialize", part)
+
+    def _phase(self, save: Span, kind: str, part: str = "") -> AbstractContextManager[Span]:
+        return self.timeline.span(kind, part=part, step=save.step, parent=save.id, warmup=save.warmup)
+
+    def save_as_shipped(self, step: int, folder: Path, save_checkpoint: Callable[[], None]) -> None:
+        """Time the Trainer's own save until it returned and until its bytes were durable."""
+        self.workspace.require_present()
+        with self.guard(step), self.timeline.span("save", step=step, warmup=self.count_save()) as save:
+            with self._phase(save, "call"):
+                self._current = save
+                try:
+                    save_checkpoint()
+                finally:
+                    self._current = None
+                durable_s = self._charge(save, folder)
+            if self.wait == "durable":
+                self._make_durable(save, folder, durable_s)
+        save.size_bytes, save.files = tree_size(folder)
+        if self.wait == "return":
+            self._syncs[folder] = self._background.submit(self._guarded_sync, save, folder, durable_s)
+        self._delete_old(step, folder.parent)
+
+    def _charge(self, save: Span, folder: Path) -> float | None:
+        if self.workspace.device is None:
+            return None
+        with self._phase(save, "write"):
+            return self.workspace.charge_write(folder)
+
+    def _make_durable(self, save: Span, folder: Path, durable_s: float | None) -> None:
         """Put the save on stable storage: fsync, or the wait that the emulated device computed."""
-        with self.timeline.span("sync", step=save.step, parent=save.id, warmup=save.warmup):
+        with self._phase(save, "sync"):
             if durable_s is None:
                 sync_tree(folder)
             else:
                 wait_until(durable_s)
 
-    def _sync_watched(self, folder: Path, durable_s: float | None, save: Span) -> None:
-        with self._watched(save.step):
-            self._make_durable(folder, durable_s, save)
+    def _guarded_sync(self, save: Span, folder: Path, durable_s: float | None) -> None:
+        with self.guard(save.step):
+            self._make_durable(save, folder, durable_s)
 
-    @contextmanager
-    def _watched(self, step: int) -> Iterator[None]:
-        limit_s = self.config.save_limit_s
-        reason = f"the save at step {step} passed its limit of save_limit_s={limit_s:g} s"
-        watch = threading.Timer(limit_s, self._on_overdue, [reason])
-        watch.daemon = True
-        watch.start()
-        try:
-            yield
-        finally:
-            watch.cancel()
-
-    def _delete_old(self) -> None:
+    def _delete_old(self, step: int, parent: Path) -> None:
         """Delete what is beyond ``keep``, except where a sync in the background still needs the files."""
-        folders = sorted(Path(self.args.output_dir).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-        for folder in folders[: -self.config.keep]:
+        if self.keep is None:
+            return
+        for folder in sorted(parent.glob("checkpoint-*"), key=commit.step_of)[: -self.keep]:
             sync = self._syncs.get(folder)
             if sync is None or sync.done():
                 size_bytes, files = tree_size(folder)
-                with self.timeline.span("delete", step=self.state.global_step, size_bytes=size_bytes, files=files):
+                with self.timeline.span("delete", step=step, size_bytes=size_bytes, files=files):
                     shutil.rmtree(folder, ignore_errors=True)
 
-    def finish_syncs(self) -> None:
+    def settle(self) -> None:
         """Wait until every save is durable.
 
         Raises
@@ -227,9 +179,72 @@ class MeasuredTrainer(Trainer):
         OSError
             What a sync in the background met: the save that looked fine was not.
         """
-        self._background.shutdown()
         for sync in self._syncs.values():
             sync.result()
+
+    def close(self) -> None:
+        """Wait as ``settle`` does, and end the thread."""
+        self._background.shutdown()
+        self.settle()
+
+
+@contextmanager
+def _no_guard() -> Iterator[None]:
+    yield
+
+
+class StepClock(TrainerCallback):
+    """Time each step between its batch and its update."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._step: Span | None = None
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Open the step's span: the batch is there."""
+        step = state.global_step + 1
+        self._step = self._recorder.timeline.begin("step", step=step, warmup=not self._recorder.counted(step))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Close the step's span."""
+        self._recorder.timeline.end(self._step)
+
+
+class Recorded:
+    """Layer over a Trainer's class: the timeline around what it does. Its saves are its own, in their own layout."""
+
+    recorder: Recorder
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """Time the wait for the next batch."""
+        step = self.state.global_step + 1
+        with self.recorder.timeline.span("data_wait", step=step, warmup=not self.recorder.counted(step)):
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+        """Time an evaluation."""
+        with self.recorder.timeline.span("eval", step=self.state.global_step):
+            return super().evaluate(*arguments, **keywords)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        if isinstance(self, Checkpointed):
+            return super()._save_checkpoint(model, trial)
+        step = self.state.global_step
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{step}"
+        self.recorder.save_as_shipped(step, folder, lambda: super(Recorded, self)._save_checkpoint(model, trial))
+
+    def save_model(self, *arguments: Any, **keywords: Any) -> None:
+        """Time the weights' part of a save."""
+        with self.recorder.phase("weights"):
+            super().save_model(*arguments, **keywords)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with self.recorder.phase("optimizer"):
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        with self.recorder.phase("random state"):
+            super()._save_rng_state(output_dir)
 
     def _load_from_checkpoint(self, checkpoint: str, model: torch.nn.Module | None = None) -> None:
         others = {name for names in _RESTORED.values() for name in names}
@@ -238,19 +253,174 @@ class MeasuredTrainer(Trainer):
             super()._load_from_checkpoint(checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        with self._restoring("optimizer", [Path(checkpoint, name) for name in _RESTORED["optimizer"]]):
+        with self._restoring("optimizer", _existing(checkpoint, _RESTORED["optimizer"])):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with self._restoring("rng", [Path(checkpoint, name) for name in _RESTORED["rng"]]):
+        with self._restoring("rng", _existing(checkpoint, _RESTORED["rng"])):
             super()._load_rng_state(checkpoint)
-        self.fingerprints["restored"] = fingerprint(self)
 
     @contextmanager
-    def _restoring(self, part: str, files: list[Path]) -> Iterator[None]:
-        size_bytes = sum(path.stat().st_size for path in files)
-        with self.timeline.span("restore", part=part, step=self.config.steps, size_bytes=size_bytes, files=len(files)):
-            self.workspace.charge_read(files)
+    def _restoring(self, part: str, files: list[Path] | None) -> Iterator[None]:
+        if files is None:  # nothing is resumed
             yield
+            return
+        size_bytes = sum(path.stat().st_size for path in files)
+        step = self.recorder.last_step or self.state.global_step
+        with self.recorder.timeline.span("restore", part=part, step=step, size_bytes=size_bytes, files=len(files)):
+            self.recorder.workspace.charge_read(files)
+            yield
+
+
+def _existing(checkpoint: str | None, names: tuple[str, ...]) -> list[Path] | None:
+    if checkpoint is None:
+        return None
+    return [path for name in names if (path := Path(checkpoint, name)).exists()]
+
+
+class Checkpointed:
+    """Layer over a Trainer's class: full states saved and resumed by one of our methods, under the Trainer's names."""
+
+    checkpointer: Checkpointer
+    recorder: Recorder
+    _resumed: dict[str, Any] | None = None
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **keywords: Any) -> Any:
+        """Train as the Trainer does; ``True`` resumes from the newest complete checkpoint."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(newest(Path(self.args.output_dir)))
+        result = super().train(resume_from_checkpoint=resume_from_checkpoint, **keywords)
+        self.checkpointer.wait()
+        return result
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        self.store_flos()
+        if not self.args.should_save:
+            capture(self)  # the other ranks' part: their random states
+            return
+        self.checkpointer.save(
+            self.state.global_step, lambda: capture(self), self._write_state, self.recorder.count_save()
+        )
+
+    def _write_state(self, folder: Path) -> None:
+        """Write ``trainer_state.json`` as the Trainer's own save does."""
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                name, exported = type(callback).__name__, callback.state()
+                if isinstance(self.state.stateful_callbacks.get(name), list):
+                    self.state.stateful_callbacks[name].append(exported)
+                else:
+                    self.state.stateful_callbacks[name] = exported
+        self.state.save_to_json(str(folder / _STATE_FILE))
+
+    def _load_from_checkpoint(self, checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if commit.manifest(Path(checkpoint)) is None:
+            return super()._load_from_checkpoint(checkpoint, model)
+        target = self.accelerator.unwrap_model(model or self.model)
+        self._resumed = load(Path(checkpoint), into=flatten({"model": target.state_dict()}))
+        target.load_state_dict(self._resumed.pop("model"))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._resumed is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        self.optimizer.load_state_dict(self._resumed["optimizer"])
+        self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if self._resumed is None:
+            return super()._load_scaler(checkpoint)
+        if self._resumed["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(self._resumed["scaler"])
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._resumed is None:
+            return super()._load_rng_state(checkpoint)
+        resumed, self._resumed = self._resumed, None
+        states = resumed["random"]
+        if self.args.process_index < len(states):
+            set_random_state(states[self.args.process_index])
+
+
+def newest(parent: Path) -> Path:
+    """Give the newest checkpoint to resume from: ours if complete, or one in the Trainer's own layout.
+
+    Raises
+    ------
+    ValueError
+        As the Trainer does, if there is none.
+    """
+    shipped = [
+        path
+        for path in parent.glob("checkpoint-*")
+        if path.name.removeprefix("checkpoint-").isdigit() and (path / _STATE_FILE).exists() and _has_weights(path)
+    ]
+    found = sorted([*commit.complete_checkpoints(parent), *shipped], key=commit.step_of)
+    if not found:
+        raise ValueError(f"No valid checkpoint found in output directory ({parent})")
+    return found[-1]
+
+
+def _has_weights(folder: Path) -> bool:
+    patterns = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.*")
+    return any(True for pattern in patterns for _ in folder.glob(pattern))
+
+
+def add_layer(trainer: Trainer, layer: type) -> None:
+    """Put a layer over a Trainer that exists, whatever its class is."""
+    cls = type(trainer)
+    trainer.__class__ = type(f"{layer.__name__}{cls.__name__}", (layer, cls), {})
+
+
+class SaveSchedule(TrainerCallback):
+    """Say when to save, by steps or by time; the last planned step is always saved.
+
+    The Trainer runs one step more, which the restored run repeats.
+
+    Parameters
+    ----------
+    settle
+        Waits until the last save is durable; called before a save, unless the configuration says otherwise.
+    """
+
+    def __init__(self, config: TrialConfig, timeline: Timeline, settle: Callable[[], None]) -> None:
+        self._config, self._timeline, self._settle = config, timeline, settle
+        self._last_save_s = timeline.now_s()
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Start the clock of the first interval."""
+        self._last_save_s = self._timeline.now_s()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Ask for a save where one is due."""
+        due = state.global_step == self._config.steps
+        if self._config.every_steps:
+            due = due or state.global_step % self._config.every_steps == 0
+        else:
+            due = due or self._timeline.now_s() - self._last_save_s >= self._config.every_s
+        control.should_save = due and state.global_step <= self._config.steps
+        if control.should_save and self._config.settle:
+            with self._timeline.span("settle", step=state.global_step):
+                self._settle()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Start the next interval when the save is over."""
+        self._last_save_s = self._timeline.now_s()
+
+
+class Proven:
+    """Layer over a recorded Trainer: what its proofs compare. Its losses are kept unread: reading makes a GPU wait."""
+
+    def training_step(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        """Keep the loss."""
+        loss = super().training_step(*arguments, **keywords)
+        self.__dict__.setdefault("losses", []).append(loss.detach())
+        return loss
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.state.global_step == self.recorder.last_step:
+            self.saved = fingerprint(self)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        self.restored = fingerprint(self)

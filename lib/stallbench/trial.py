@@ -5,8 +5,9 @@ import gc
 import os
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import wraps
@@ -17,7 +18,8 @@ from uuid import uuid4
 import psutil
 
 from stallbench import targets, workload
-from stallbench.config import RESULTS, ConfigError, Target, TrialConfig
+from stallbench.config import AS_SHIPPED, ASYNCHRONOUS, RESULTS, ConfigError, Target, TrialConfig
+from stallbench.faults import chain, full_disk
 from stallbench.pagecache import drop_files, drop_metadata, drop_tree, files_below, sync_tree
 from stallbench.privacy import Redactor
 from stallbench.probe import raw_limits
@@ -25,13 +27,12 @@ from stallbench.results import FAILURE, METHOD_VERSION, SCHEMA_VERSION, SPANS, T
 from stallbench.spans import Span, Timeline
 
 if TYPE_CHECKING:
-    from stallbench.training import MeasuredTrainer
+    from transformers import Trainer
 
 # A restore also deserialises, so it can not outrun the raw limit; that limit itself varied by a factor of 2 here.
 COLD_READ_SLACK = 2.0
 OVERDUE_EXIT_CODE = 70
 INTERRUPTED = "stopped before the trial ended"
-_FULL = {errno.ENOSPC: "disk full", errno.EDQUOT: "quota used up"}
 
 
 class TrialError(RuntimeError):
@@ -53,7 +54,7 @@ def _step_of_trial(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Trial:
-    """One trial, step by step: ``put_data``, ``train``, ``restore``, ``finish``.
+    """One trial, step by step: ``put_data``, ``train``, ``restore``, ``control``, ``finish``.
 
     Parameters
     ----------
@@ -71,13 +72,15 @@ class Trial:
         workload.prepare_libraries(config.allow_download)
         self.config = config
         self.target = Target(name=config.target_name, location=config.target)
-        self.id = trial_id(config.block, config.attempt, config.target_name, config.wait)
+        self.id = trial_id(config.block, config.attempt, config.target_name, config.method, config.wait)
         self._began_s, self._began_utc = time.monotonic(), datetime.now(UTC)
         self._closing = ExitStack()
         if not config.claim_id:
             targets.check([self.target], self._needed_bytes() or 0)
+            workload.check_memory(config.method, config.model)
         self.out = self._make_out()
         places = [("model", config.model), ("data", config.dataset), (config.target_name, config.target)]
+        places.append(("staging", config.staging))
         paths = [(name, path) for name, path in places if path.startswith(("/", "~", "$", "."))]
         self.redactor = Redactor(paths, config.show_paths)
         owned = self._own_folder()
@@ -85,7 +88,8 @@ class Trial:
         self._closing.callback(shutil.rmtree, self.workspace.folder, ignore_errors=True)
         self._scratch = Path(self._closing.enter_context(tempfile.TemporaryDirectory(prefix="stallbench-cache-")))
         self._memory_free_bytes = psutil.virtual_memory().available
-        self._trainer: MeasuredTrainer | None = None
+        self._staging_folder: Path | None = None
+        self._trainer: Trainer | None = None
         self.timeline = Timeline()
         self.checks: dict[str, Any] = {}
 
@@ -105,7 +109,7 @@ class Trial:
         return self._closing.enter_context(targets.claim(self.target, uuid4().hex[:12]))
 
     def _needed_bytes(self) -> int | None:
-        return workload.planned_bytes(self.config, workload.checkpoint_bytes(self.config.model), self.config.wait)
+        return workload.planned_bytes(self.config, self.config.method, self.config.wait)
 
     @_step_of_trial
     def put_data(self) -> None:
@@ -154,15 +158,14 @@ class Trial:
         trainer = self._trainer = self._make_trainer()
         self._check_room(trainer)
         trainer.train()
-        trainer.finish_syncs()
-        if trainer.saves <= self.config.warmup_saves:
+        trainer.recorder.close()
+        if trainer.recorder.saves <= self.config.warmup_saves:
             raise TrialError(
-                f"{trainer.saves} saves were made, warmup_saves={self.config.warmup_saves} of them are not counted: "
-                "nothing was measured; use more steps or a shorter every_s"
+                f"{trainer.recorder.saves} saves were made, warmup_saves={self.config.warmup_saves} of them are not "
+                "counted: nothing was measured; use more steps or a shorter every_s"
             )
-        trainer.fingerprints["next"] = self._fingerprint(trainer)
-        with self.timeline.span("eval", step=self.config.steps + 1):
-            self.evaluation = trainer.evaluate()
+        self._unbroken = self._fingerprint(trainer)
+        self.evaluation = trainer.evaluate()
 
     @_step_of_trial
     def restore(self) -> None:
@@ -175,23 +178,52 @@ class Trial:
             faster than the raw limit, which means that it wasn't cold.
         """
         first, self._trainer = self._trainer, None
-        saved, unbroken, losses = first.fingerprints["saved"], first.fingerprints["next"], first.losses
+        saved, self.losses = first.saved, [loss.item() for loss in first.losses]
+        self._close_checkpointer(first)
         del first
         gc.collect()
         checkpoint = self._output_dir / f"checkpoint-{self.config.steps}"
         caches = self._drop(checkpoint)
-        second = self._make_trainer()
+        second = self._trainer = self._make_trainer()
         second.train(resume_from_checkpoint=str(checkpoint))
+        second.recorder.close()
         for span in self._restore_spans():
             for layer, state in caches.items():
                 setattr(span, layer, state)
-        self._prove("restored state", saved, second.fingerprints["restored"])
-        self._prove("state one step on", unbroken, self._fingerprint(second))
-        if second.losses != losses[-1:]:
-            raise TrialError(f"the restored run's next loss is {second.losses}, the unbroken run's {losses[-1:]}")
-        self.losses = losses
-        self.checks |= {"restored_equal": True, "next_step_equal": True, "loss": losses[-1]}
+        self._prove_restored(saved, second)
         self._check_cold(caches["cache_data"])
+
+    def _prove_restored(self, saved: dict, second: "Trainer") -> None:
+        """Compare the restored state with the saved one, and the next step with the unbroken run's.
+
+        A method that leaves the optimizer out can bring back the weights only, and no training goes on as it was.
+        """
+        full = self.config.method not in ("model-only", "adapter-only")
+        parts = list(saved) if full else ["weights", "step"]
+        restored = getattr(second, "restored", None)
+        if restored is None:
+            raise TrialError("nothing was restored: the Trainer read no random state")
+        self._prove("restored state", saved, restored, parts)
+        if full:
+            self._prove("state one step on", self._unbroken, self._fingerprint(second), parts)
+            losses = [loss.item() for loss in second.losses]
+            if losses != self.losses[-1:]:
+                raise TrialError(f"the restored run's next loss is {losses}, the unbroken run's {self.losses[-1:]}")
+        self.checks |= {"restored_equal": parts, "next_step_equal": full, "loss": self.losses[-1]}
+
+    @_step_of_trial
+    def control(self) -> None:
+        """Record the same save to memory, and what a save beside it takes from an emulated accelerator's steps."""
+        from stallbench.controls import memory_saves, mock_steps
+
+        trainer, self._trainer = self._trainer, None
+        saves = [span.size_bytes for span in self.timeline.spans if span.kind == "save"]
+        if self.workspace.device is None:  # an emulated device's bytes lie in memory already
+            memory_saves(trainer, self.config, self.timeline, max(saves))
+        if self.config.method in ASYNCHRONOUS and self.config.wait == "return":
+            steps = [span.duration_s for span in self.timeline.spans if span.kind == "step" and not span.warmup]
+            mock_steps(trainer, trainer.checkpointer, self.timeline, sum(steps) / len(steps))
+        self._close_checkpointer(trainer)
 
     @_step_of_trial
     def finish(self) -> Path:
@@ -202,11 +234,11 @@ class Trial:
         pathlib.Path
             The folder of the results.
         """
-        if "restored_equal" not in self.checks:
-            raise TrialError("there is nothing to write: run put_data, train and restore first")
+        if "restored_equal" not in self.checks or self._trainer is not None:
+            raise TrialError("there is nothing to write: run put_data, train, restore and control first")
         self._closing.close()
         self.timeline.frame().to_parquet(self.out / SPANS, index=False)
-        hidden = set() if self.config.show_paths else {"target", "out", "model", "dataset"}
+        hidden = set() if self.config.show_paths else {"target", "out", "model", "dataset", "staging"}
         write_json(
             self.out / TRIAL,
             {
@@ -230,46 +262,101 @@ class Trial:
     def _output_dir(self) -> Path:
         return self.workspace.folder / "checkpoints"
 
-    def _make_trainer(self) -> "MeasuredTrainer":
+    def _make_trainer(self) -> "Trainer":
         import torch
-        from transformers import TrainingArguments, set_seed
+        from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
-        from stallbench.training import MeasuredTrainer
-
-        set_seed(self.config.seed, deterministic=True)
+        config = self.config
+        set_seed(config.seed, deterministic=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill empty buffers inside timed work
-        model = workload.load_model(self.config, self._classes)
         data = self.workspace.folder / "data"
         arguments = TrainingArguments(
             output_dir=str(self._output_dir),
-            max_steps=self.config.steps + 1,
-            per_device_train_batch_size=self.config.batch_size,
-            per_device_eval_batch_size=self.config.batch_size,
-            learning_rate=self.config.learning_rate,
-            seed=self.config.seed,
+            max_steps=config.steps + 1,
+            per_device_train_batch_size=config.batch_size,
+            per_device_eval_batch_size=config.batch_size,
+            learning_rate=config.learning_rate,
+            seed=config.seed,
             full_determinism=True,
             use_cpu=not torch.cuda.is_available(),  # the Trainer saves no other accelerator's random state
-            save_strategy="no",  # SaveClock asks for each save, also by time
+            save_strategy="no",  # SaveSchedule asks for each save, also by time
+            save_only_model=config.method in ("model-only", "adapter-only"),
             logging_strategy="no",
             report_to=[],
             disable_tqdm=True,
             dataloader_pin_memory=False,
         )
-        return MeasuredTrainer(
-            config=self.config,
-            timeline=self.timeline,
-            workspace=self.workspace,
-            on_overdue=self._abort,
-            model=model,
+        trainer = Trainer(
+            model=workload.load_model(config, self._classes, adapter=config.method == "adapter-only"),
             args=arguments,
             train_dataset=workload.TargetRows(data / "train", self.workspace.charge_read),
             eval_dataset=workload.TargetRows(data / "eval", self.workspace.charge_read),
         )
+        trainer.remove_callback(PrinterCallback)
+        self._add_layers(trainer)
+        return trainer
 
-    def _check_room(self, trainer: "MeasuredTrainer") -> None:
+    def _add_layers(self, trainer: "Trainer") -> None:
+        """Put the method, the recording and the proofs over a Trainer as it is."""
+        from stallbench.checkpointing.checkpointer import Checkpointer
+        from stallbench.training import Checkpointed, Proven, Recorded, Recorder, SaveSchedule, StepClock, add_layer
+
+        config = self.config
+        shared = {"wait": config.wait, "keep": config.keep, "guard": self._guard}
+        recorder = trainer.recorder = Recorder(
+            self.timeline,
+            self.workspace,
+            warmup_steps=config.warmup_steps,
+            warmup_saves=config.warmup_saves,
+            last_step=config.steps,
+            **shared,
+        )
+        settle = recorder.settle
+        if config.method not in AS_SHIPPED:
+            trainer.checkpointer = Checkpointer(
+                config.method, self.workspace, self._output_dir, self.timeline, local=self._staging(), **shared
+            )
+            add_layer(trainer, Checkpointed)
+            settle = trainer.checkpointer.wait
+        add_layer(trainer, Recorded)
+        add_layer(trainer, Proven)
+        trainer.add_callback(StepClock(recorder))
+        trainer.add_callback(SaveSchedule(config, self.timeline, settle))
+
+    def _staging(self) -> Path:
+        """Give the folder for staged saves' local copies; on a path that the user named, one of our own."""
+        if not self.config.staging:
+            return self._scratch
+        if self._staging_folder is None:
+            staging = Target(name="staging", location=self.config.staging)
+            self._staging_folder = self._closing.enter_context(targets.claim(staging, uuid4().hex[:12]))
+        return self._staging_folder
+
+    @staticmethod
+    def _close_checkpointer(trainer: "Trainer") -> None:
+        checkpointer = getattr(trainer, "checkpointer", None)
+        if checkpointer is not None:
+            checkpointer.close()
+
+    @contextmanager
+    def _guard(self, step: int) -> Iterator[None]:
+        """End the trial if a save passes its limit."""
+        limit_s = self.config.save_limit_s
+        reason = f"the save at step {step} passed its limit of save_limit_s={limit_s:g} s"
+        watch = threading.Timer(limit_s, self._abort, [reason])
+        watch.daemon = True
+        watch.start()
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    def _check_room(self, trainer: "Trainer") -> None:
         """Refuse before the first step, now that the model's size is known, also that of a Hub model."""
-        weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
-        needed_bytes = workload.planned_bytes(self.config, workload.ADAMW_STATES * weights, self.config.wait) or 0
+        weights_bytes = sum(parameter.nbytes for parameter in trainer.model.parameters())
+        trained_bytes = sum(parameter.nbytes for parameter in trainer.model.parameters() if parameter.requires_grad)
+        needed_bytes = workload.saved_bytes(self.config.method, weights_bytes, trained_bytes)
+        needed_bytes *= workload.checkpoints_at_once(self.config, self.config.method, self.config.wait)
         free_bytes = shutil.disk_usage(self.workspace.folder).free
         if needed_bytes > free_bytes:
             raise TrialError(
@@ -278,14 +365,14 @@ class Trial:
             )
 
     @staticmethod
-    def _fingerprint(trainer: "MeasuredTrainer") -> dict:
+    def _fingerprint(trainer: "Trainer") -> dict:
         from stallbench.training import fingerprint
 
         return fingerprint(trainer)
 
     @staticmethod
-    def _prove(what: str, expected: dict, found: dict) -> None:
-        unlike = [part for part in expected if expected[part] != found[part]]
+    def _prove(what: str, expected: dict, found: dict, parts: Sequence[str]) -> None:
+        unlike = [part for part in parts if expected[part] != found[part]]
         if unlike:
             raise TrialError(f"the {what} differs from the unbroken run in: {', '.join(unlike)}")
 
@@ -317,30 +404,20 @@ class Trial:
 
     def explain(self, error: BaseException) -> str:
         """Say in one line why a step failed; a full disk is named as such, however the writer put it."""
-        chain: list[BaseException] = []
-        link: BaseException | None = error
-        while link is not None and link not in chain:
-            chain.append(link)
-            link = link.__cause__ or link.__context__
-        numbers = [link.errno for link in chain if isinstance(link, OSError)]
-        text = " ".join(str(link) for link in chain)
-        needed_bytes = self._needed_bytes() or 0
+        from stallbench.checkpointing.state import CheckpointError
+
         try:
             free_bytes = shutil.disk_usage(self.workspace.folder.parent).free
         except OSError as lost:
             return f"the target is gone: {lost.strerror}"
-        if errno.ENODEV in numbers:
-            return str(
-                next(link.strerror for link in chain if isinstance(link, OSError) and link.errno == errno.ENODEV)
-            )
-        # torch's and safetensors' writers lose the number: pytorch issues 76108, 10577
-        full = next(
-            (words for number, words in _FULL.items() if number in numbers or os.strerror(number) in text), None
-        )
-        if full is None and free_bytes < needed_bytes and ("unexpected pos" in text or "PytorchStreamWriter" in text):
-            full = _FULL[errno.ENOSPC]
-        if full:
-            return f"{full}: the checkpoints need {needed_bytes / 1e6:,.0f} MB, {free_bytes / 1e6:,.0f} MB are free"
+        links = list(chain(error))
+        gone = [link.strerror for link in links if isinstance(link, OSError) and link.errno == errno.ENODEV]
+        if gone:
+            return str(gone[0])
+        if isinstance(error, CheckpointError):
+            return str(error)
+        if full := full_disk(error, self._needed_bytes() or 0, free_bytes):
+            return full
         if isinstance(error, KeyboardInterrupt):
             return INTERRUPTED
         lines = str(error).strip().splitlines()

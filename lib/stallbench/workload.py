@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stallbench.config import DATA_SUFFIXES, ConfigError, Workload
+from stallbench.config import AS_SHIPPED, DATA_SUFFIXES, SNAPSHOTS, ConfigError, Workload
+from stallbench.faults import free_memory_bytes
 
 if TYPE_CHECKING:
     import datasets
@@ -64,27 +65,64 @@ def model_folder(model: str) -> str:
     return str(folder)
 
 
-def checkpoint_bytes(model: str) -> int | None:
-    """Estimate a full AdamW checkpoint of a local model in bytes from its weights' files; None for a Hub name."""
-    folder = Path(model_folder(model))
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return ADAMW_STATES * weights or None
+def checkpoint_bytes(model: str, method: str = "trainer") -> int | None:
+    """Estimate a local model's checkpoint in bytes from its weights' files; None for a Hub name.
 
-
-def planned_bytes(config: Workload, checkpoint_bytes: int | None, wait: str) -> int | None:
-    """Bytes of checkpoints that lie on a target at once, at most; None where the model's size isn't known yet.
-
-    With ``wait="return"`` an old checkpoint is only deleted once it is durable, so all of them may be there.
+    An adapter isn't made yet: it is taken to be as large as the weights, which it is not.
     """
-    if checkpoint_bytes is None:
-        return None
+    folder = Path(model_folder(model))
+    weights_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return saved_bytes(method, weights_bytes, weights_bytes) or None
+
+
+def saved_bytes(method: str, weights_bytes: int, trained_bytes: int) -> int:
+    """Estimate what one save writes: the weights, and AdamW's two moments of those that are trained.
+
+    Model-only saves the weights; adapter-only what is trained and nothing else.
+    """
+    if method == "model-only":
+        return weights_bytes
+    return trained_bytes if method == "adapter-only" else weights_bytes + (ADAMW_STATES - 1) * trained_bytes
+
+
+def checkpoints_at_once(config: Workload, method: str, wait: str) -> int:
+    """Give how many checkpoints lie on a target at once, at most.
+
+    The Trainer as shipped deletes an old one only once it is durable; without ``settle`` all of them may be there.
+    """
     saves = config.planned_saves
-    at_once = config.keep + 1 if wait == "durable" or saves is None else saves
-    return min(at_once, saves or at_once) * checkpoint_bytes
+    unlimited = method in AS_SHIPPED and wait == "return" and not config.settle
+    at_once = saves if unlimited and saves is not None else config.keep + 1
+    return min(at_once, saves or at_once)
 
 
-def load_model(config: Workload, labels: int) -> "transformers.PreTrainedModel":
-    """Load the model as a sequence classifier; the new head's weights come from torch's global generator."""
+def planned_bytes(config: Workload, method: str, wait: str) -> int | None:
+    """Bytes of checkpoints that lie on a target at once, at most; None where the model's size isn't known yet."""
+    one_bytes = checkpoint_bytes(config.model, method)
+    return None if one_bytes is None else checkpoints_at_once(config, method, wait) * one_bytes
+
+
+def check_memory(method: str, model: str) -> None:
+    """Refuse a method whose snapshot doesn't fit into memory, as far as the model's size is known.
+
+    Raises
+    ------
+    ConfigError
+        With the figure.
+    """
+    needed_bytes, free_bytes = checkpoint_bytes(model) or 0, free_memory_bytes()
+    if method in SNAPSHOTS and needed_bytes > free_bytes:
+        raise ConfigError(
+            f"method={method!r} needs {needed_bytes / 1e6:,.0f} MB of memory for its snapshot, and "
+            f"{free_bytes / 1e6:,.0f} MB are free; use a method without one, such as fast"
+        )
+
+
+def load_model(config: Workload, labels: int, adapter: bool = False) -> "transformers.PreTrainedModel":
+    """Load the model as a sequence classifier; the new head's weights come from torch's global generator.
+
+    With ``adapter`` only low-rank adapters of its linear layers and the head are trained (LoRA, Hu et al. 2021).
+    """
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -96,6 +134,12 @@ def load_model(config: Workload, labels: int) -> "transformers.PreTrainedModel":
     )
     if model.config.pad_token_id is None:
         model.config.pad_token_id = model.config.eos_token_id
+    if adapter:
+        from peft import LoraConfig, TaskType, get_peft_model
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)  # of a name that transformers deprecated
+            model = get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, target_modules="all-linear"))
     return model
 
 

@@ -1,0 +1,101 @@
+"""The commit protocol: a checkpoint has its final name only once it is complete and on stable storage."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from stallbench.pagecache import files_below, sync_file, sync_tree
+
+MANIFEST = "stallbench-manifest.json"
+_FINAL = re.compile(r"checkpoint-(\d+)")
+_PARTIAL, _REPLACED = ".stallbench-partial", ".stallbench-replaced"
+_OURS = re.compile(r"\.(checkpoint-\d+)\.stallbench-(partial|replaced)")
+# FUSE file systems over object stores: a folder is renamed there by copying each object.
+NO_RENAME = {"fuse.s3fs", "fuse.goofys", "fuse.geesefs", "fuse.rclone", "fuse.gcsfuse", "fuse.mountpoint-s3"}
+
+
+def final_folder(parent: Path, step: int) -> Path:
+    """Name the folder of a finished checkpoint as the Trainer does, so that its own resume finds it."""
+    return parent / f"checkpoint-{step}"
+
+
+def partial_folder(final: Path, rename: bool) -> Path:
+    """Name the folder that a checkpoint is written to: a hidden sibling, or the final one on a store without rename."""
+    return final.with_name(f".{final.name}{_PARTIAL}") if rename else final
+
+
+def open_partial(folder: Path) -> None:
+    """Make the folder afresh."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def write_manifest(folder: Path, method: str, step: int) -> None:
+    """List the checkpoint's files with their sizes."""
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in files_below(folder)}
+    (folder / MANIFEST).write_text(json.dumps({"method": method, "step": step, "files": files}))
+
+
+def make_durable(folder: Path, method: str, step: int, rename: bool) -> None:
+    """Put all files on stable storage, with the manifest; on a store without rename the manifest comes last."""
+    if rename:
+        write_manifest(folder, method, step)
+        sync_tree(folder)
+    else:
+        sync_tree(folder)
+        write_manifest(folder, method, step)
+        sync_file(folder / MANIFEST)
+        sync_file(folder)
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a durable checkpoint its final name, durably; an older one of the same step is replaced."""
+    if partial == final:
+        return
+    replaced = final.with_name(f".{final.name}{_REPLACED}")
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    partial.rename(final)
+    sync_file(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def manifest(folder: Path) -> dict | None:
+    """Read the manifest of a complete checkpoint of ours; None if it isn't ours or not all of it is there."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text())
+        whole = all(os.stat(folder / name).st_size == size for name, size in found["files"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return found if whole else None
+
+
+def complete_checkpoints(parent: Path) -> list[Path]:
+    """Give the complete checkpoints of ours in a folder, oldest step first."""
+    found = [path for path in parent.glob("checkpoint-*") if _FINAL.fullmatch(path.name) and manifest(path)]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """Give the step that a checkpoint's name tells."""
+    return int(folder.name.removeprefix("checkpoint-"))
+
+
+def recover(parent: Path) -> None:
+    """Clear what a killed process left: partial checkpoints go; one that was about to be replaced gets its name back.
+
+    Only folders with names that this protocol makes are touched.
+    """
+    for path in sorted(parent.glob(".checkpoint-*")):
+        match = _OURS.fullmatch(path.name)
+        if not match or not path.is_dir() or path.is_symlink():
+            continue
+        final = parent / match[1]
+        if match[2] == "replaced" and not final.exists():
+            path.rename(final)
+            sync_file(parent)
+        else:
+            shutil.rmtree(path, ignore_errors=True)

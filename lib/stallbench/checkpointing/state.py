@@ -1,0 +1,131 @@
+"""The full training state as a flat table of tensors, without anything that is executed when it is read back."""
+
+import json
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+# The name under which everything that is no tensor lies beside the tensors, as JSON in bytes.
+TREE = "__tree__"
+# How JSON marks what it has no word for. A dict with such a key of its own is written as pairs.
+_TENSOR, _TUPLE, _PAIRS = "$tensor", "$tuple", "$pairs"
+
+Tensors = dict[str, torch.Tensor]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that can't be saved or read back; the message says why in one line."""
+
+
+def flatten(state: Any) -> Tensors:
+    """Turn nested dicts, lists and tuples into one table of tensors.
+
+    A tensor that stands in several places (tied weights) is stored once. What is no tensor lies in ``TREE`` as JSON.
+
+    Raises
+    ------
+    CheckpointError
+        If something else than tensors, numbers, strings and None stands in the state; names the place.
+    """
+    tensors: Tensors = {}
+    seen: dict[tuple, str] = {}
+
+    def strip(value: Any, path: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+            same = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.device)
+            name = seen.setdefault(same, path) if value.numel() else path
+            tensors.setdefault(name, value)
+            return {_TENSOR: name}
+        if isinstance(value, Mapping):
+            plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+            items = [(key, strip(inner, f"{path}.{key}" if path else str(key))) for key, inner in value.items()]
+            return dict(items) if plain else {_PAIRS: items}
+        if isinstance(value, list | tuple):
+            items = [strip(inner, f"{path}.{index}") for index, inner in enumerate(value)]
+            return {_TUPLE: items} if isinstance(value, tuple) else items
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise CheckpointError(f"{path} is a {type(value).__name__}, which no method here can save")
+
+    text = json.dumps(strip(state, ""))
+    tensors[TREE] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return tensors
+
+
+def unflatten(tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Turn what ``flatten`` made back into the nested state; tensors are not copied."""
+
+    def build(value: Any) -> Any:
+        if isinstance(value, list):
+            return [build(inner) for inner in value]
+        if not isinstance(value, dict):
+            return value
+        if _TENSOR in value:
+            return tensors[value[_TENSOR]]
+        if _TUPLE in value:
+            return tuple(build(inner) for inner in value[_TUPLE])
+        if _PAIRS in value:
+            return {key: build(inner) for key, inner in value[_PAIRS]}
+        return {key: build(inner) for key, inner in value.items()}
+
+    return build(json.loads(bytes(tensors[TREE].numpy())))
+
+
+def size_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Give the bytes of all tensors."""
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def capture(trainer: "Trainer") -> dict[str, Any]:
+    """Collect what a Trainer needs to go on: model, optimizer, scheduler, scaler, random state, by reference.
+
+    Under several ranks each contributes its own random state, and all must call this at once.
+    """
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    return {
+        "model": trainer.accelerator.unwrap_model(trainer.model).state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "scaler": scaler.state_dict() if scaler else None,
+        "random": _of_all_ranks(random_state()),
+    }
+
+
+def _of_all_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [own]
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, own)
+    return everyone
+
+
+def random_state() -> dict[str, Any]:
+    """Give the state of every generator that training draws from, as tensors and numbers."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state = {
+        "python": [version, torch.tensor(words), gauss],
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.random.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Set every generator to what ``random_state`` gave."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.random.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():
+        torch.cuda.random.set_rng_state_all(state["cuda"])
