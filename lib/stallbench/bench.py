@@ -69,11 +69,11 @@ def _step_times(
     model: str, folder: Path, steps: int, batch_size: int, recorded: np.ndarray | None = None
 ) -> np.ndarray:
     """Train, and give each step's seconds by an outside clock; ``recorded`` says which steps the timeline records."""
-    from transformers import TrainerCallback, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+    from stallbench.recording import Recorded, Recorder, StepClock, add_layer, synchronize
     from stallbench.spans import Timeline
     from stallbench.targets import Storage, Workspace
-    from stallbench.training import MeasuredTrainer, synchronize
 
     ends_s: list[float] = []
 
@@ -97,21 +97,19 @@ def _step_times(
     config = TrialConfig(model=model, steps=steps, every_steps=steps, warmup_saves=0, batch_size=batch_size)
     data = folder / f"data-{steps}"
     classes = workload.put_data(config, data, folder)
-    arguments = TrainingArguments(
-        output_dir=str(folder / "out"), max_steps=steps, per_device_train_batch_size=batch_size, save_strategy="no",
-        logging_strategy="no", report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
-    trainer = MeasuredTrainer(
-        config=config.model_copy(
-            update={"steps": steps + 1, "every_steps": steps + 1}
-        ),  # no save comes within these steps
-        timeline=Switched(synchronize),
-        workspace=Workspace(None, folder, Storage("a temporary folder", "unknown")),
-        on_overdue=print,
+    trainer = Trainer(
         model=workload.load_model(config, classes),
-        args=arguments,
+        args=TrainingArguments(
+            output_dir=str(folder / "out"), max_steps=steps, per_device_train_batch_size=batch_size,
+            save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
+        ),
         train_dataset=workload.TargetRows(data / "train", lambda paths: None),
-    )
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    workspace = Workspace(None, folder, Storage("a temporary folder", "unknown"))
+    trainer.recorder = Recorder(Switched(synchronize), workspace)
+    add_layer(trainer, Recorded)
+    trainer.add_callback(StepClock(trainer.recorder))
     trainer.add_callback(OutsideClock())
     began_s = time.perf_counter()
     trainer.train()

@@ -243,19 +243,49 @@ def validate(
 @app.command()
 def bench(
     study: Annotated[Path, typer.Argument(help="A finished study: its share of measurement.")] = RESULTS / "default",
+    folder: Annotated[Path, typer.Option(help="Where the methods are raced.")] = DEFAULT_DISK,
 ) -> None:
-    """Measure the instrument itself: its cost on a step, and how much of a study is measurement."""
-    from stallbench.bench import lines
-    from stallbench.results import load_study
+    """Measure the instrument itself, and race the methods side by side; the study's report shows the result."""
     from stallbench.workload import prepare_libraries
 
     prepare_libraries(allow_download=False)
+    from stallbench import bench as benchmark
+    from stallbench import probe, race
+    from stallbench.results import BENCH, load_study, write_json
+
     try:
         found = load_study(study)
     except ConfigError as error:
         raise _refuse(error) from None
-    for line in lines(found):
-        print(line)
+    folder.mkdir(exist_ok=True)
+    lines = benchmark.lines(found)
+    print(*lines, sep="\n")
+    tables = {"own prober beside fio": probe.both(folder)}
+    for size in race.ROUNDS:
+        tables[f"methods, {size}"], goals = race.run(size, folder)
+        lines += goals
+        print(*goals, sep="\n")
+    for title, table in tables.items():
+        print(f"\n{title}\n{table.round(3).to_string(na_rep='')}")
+    values = {title: json.loads(table.to_json(orient="table", index=True))["data"] for title, table in tables.items()}
+    write_json(found.folder / BENCH, {"lines": lines, "tables": values})
+
+
+@app.command()
+def torture(
+    kills: Annotated[int, typer.Option(min=0, help="Kills for each method.")] = 100,
+    cuts: Annotated[int, typer.Option(min=0, help="Power cuts for each method.")] = 20,
+) -> None:
+    """Kill saves and cut their power at random moments; exit 1 if anything durable was lost."""
+    from stallbench.workload import prepare_libraries
+
+    prepare_libraries(allow_download=False)
+    from stallbench import torture as proof
+
+    table = proof.torture(kills, cuts)
+    print(table.to_string(index=False))
+    if proof.lost(table):
+        raise typer.Exit(FAILED)
 
 
 @app.command()

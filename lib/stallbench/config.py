@@ -31,7 +31,7 @@ METHODS: dict[str, str] = {
     "fast": "ours: safetensors past the page cache, several writes deep",
     "fast-async": "ours: one copy in memory, then as fast, beside training",
 }
-# Saves of the Trainer's own, which this study doesn't change; those that leave something out can't prove a full restore.
+# Saves of the Trainer's own, which the study doesn't change.
 AS_SHIPPED = ("trainer", "model-only", "adapter-only")
 SNAPSHOTS = ("dcp-async", "dcp-async-process", "fast-async")  # keep a copy of the state in memory
 ASYNCHRONOUS = (*SNAPSHOTS, "staged")

@@ -43,7 +43,10 @@ def free_memory_bytes() -> int:
     """
     available = psutil.virtual_memory().available
     root = Path("/sys/fs/cgroup")
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
         try:
             available = min(available, int((root / limit).read_text()) - int((root / used).read_text()))
         except (OSError, ValueError):  # no such group, or "max"

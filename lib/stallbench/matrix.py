@@ -162,14 +162,14 @@ def beside_saves(study: Study) -> list[Beside]:
                 (study.events.target == target) & (study.events.method == method) & (study.events.wait == "return")
             ]
             if len(own):
-                mock = own[own.kind == "mock_step"]
+                mock, steps = own[own.kind == "mock_step"], own[(own.kind == "step") & ~own.warmup]
                 background_s = float((saves.durable_end_s - saves.end_s)[~saves.warmup].mean())
                 found.append(
                     Beside(
                         target,
                         method,
                         background_s,
-                        _ratio(own[(own.kind == "step") & ~own.warmup].assign(beside=lambda t: _lies_beside(t, saves))),
+                        _ratio(steps.assign(beside=_lies_beside(steps, saves))),
                         _ratio(mock.assign(beside=mock.part != "alone")),
                     )
                 )

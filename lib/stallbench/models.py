@@ -187,6 +187,41 @@ def cumulative_wait(save_s: Interval | float, schedule: Schedule) -> pd.DataFram
     return pd.DataFrame({"hour": count * schedule.interval_min / MINUTES_PER_HOUR, **_scaled(save_s, count)})
 
 
+@dataclass(frozen=True)
+class DriveWear:
+    """Bytes that saves write in a year, the share of a drive's endurance that this is, and the years until it is used up."""  # noqa: E501
+
+    bytes_per_year: float
+    endurance_share: float
+    years: float
+
+
+def drive_wear(save_bytes: float, schedule: Schedule, endurance_bytes: float) -> DriveWear:
+    """Set the bytes that one developer's saves write in a year against a drive's rated endurance.
+
+    Endurance is what the vendor warrants (terabytes written, TBW); JESD218 defines how it is rated. What the file
+    system and the drive write besides (write amplification) is in the rating of a sequential workload, not added here.
+
+    Parameters
+    ----------
+    save_bytes
+        Bytes of one save.
+    schedule
+        How often is saved; the team's size is not used, as each developer is taken to have a drive.
+    endurance_bytes
+        Bytes that the drive is warranted for.
+
+    Raises
+    ------
+    ValueError
+        If a size isn't a positive number.
+    """
+    _require_positive("save_bytes", save_bytes)
+    _require_positive("endurance_bytes", endurance_bytes)
+    per_year = save_bytes * schedule.saves * schedule.runs_per_day * schedule.workdays_per_year
+    return DriveWear(per_year, per_year / endurance_bytes, endurance_bytes / per_year)
+
+
 def worked_example() -> WorkedExample:
     """Work out the article's 40 s against 30 s (claim 1.4): 25 % less time, 48 saves, 8 minutes a run."""
     schedule = Schedule()

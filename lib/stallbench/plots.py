@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from stallbench.analysis import MEASURES, block_means, condition, measured
+from stallbench.matrix import cells, phase_means
 from stallbench.models import ARTICLE_FAST_S, ARTICLE_SLOW_S, Schedule, cumulative_wait
 from stallbench.results import Study
 from stallbench.stats import Interval, mean_interval
@@ -24,14 +25,22 @@ _LANES = {
     "put_data": ("data", "#999999", ""),
     "reload_data": ("data", "#56b4e9", "...."),
     "raw_write": ("raw limit", "#bbbbbb", ""),
+    "raw_buffered": ("raw limit", "#dddddd", "////"),
     "raw_read": ("raw limit", "#777777", ""),
+    "raw_random": ("raw limit", "#ffffff", "...."),
+    "raw_small": ("raw limit", "#333333", ""),
     "step": ("train", "#f0e442", ""),
     "data_wait": ("train", "#d55e00", ""),
     "eval": ("train", "#ffffff", "...."),
+    "snapshot": ("save", "#56b4e9", "...."),
+    "serialize": ("save", "#999999", "////"),
     "write": ("save", "#0072b2", ""),
     "sync": ("sync", "#cc79a7", "////"),
+    "commit": ("sync", "#333333", ""),
     "delete": ("save", "#000000", ""),
     "restore": ("restore", "#009e73", "\\\\\\\\"),
+    "memory_save": ("controls", "#dddddd", ""),
+    "mock_step": ("controls", "#ffffff", "xxxx"),
 }
 
 
@@ -65,7 +74,7 @@ def trial_timeline(spans: pd.DataFrame, title: str) -> Figure:
 def timelines(study: Study) -> Figure:
     """Draw one trial of each target, from the same block and wait rule, over one time axis."""
     wait = condition(study, "return")
-    trials = study.counted[study.counted.wait == wait]
+    trials = study.counted[(study.counted.wait == wait) & (study.counted.method == study.methods[0])]
     block = trials.groupby("block").target.nunique().idxmax()
     shown = trials[trials.block == block].set_index("target").trial
     targets = [target for target in study.targets if target in shown]
@@ -81,7 +90,7 @@ def timelines(study: Study) -> Figure:
 
 
 def _draw_timeline(axes: Axes, spans: pd.DataFrame) -> None:
-    lanes = ["data", "raw limit", "train", "save", "sync", "restore"]
+    lanes = ["data", "raw limit", "train", "save", "sync", "restore", "controls"]
     for kind, (lane, colour, hatch) in _LANES.items():
         rows = spans[spans.kind == kind]
         bars = list(zip(rows.start_s, rows.end_s - rows.start_s, strict=True))
@@ -133,6 +142,50 @@ def _draw_events(axes: Axes, study: Study, measure: str, wait: str) -> None:
     axes.set_ylim(-0.5, len(study.targets) - 0.5)
     axes.set_xlim(left=0)
     axes.grid(axis="y", visible=False)
+
+
+_PHASES = {
+    "queue": ("waiting for the save before", "#ffffff", "xxxx"),
+    "snapshot": ("snapshot", "#56b4e9", "...."),
+    "serialize": ("serialize, to memory", "#999999", "////"),
+    "write": ("write", "#0072b2", ""),
+    "sync": ("sync", "#cc79a7", "\\\\\\\\"),
+    "commit": ("commit", "#333333", ""),
+}
+
+
+def phase_bars(study: Study) -> Figure:
+    """Draw what a mean save is made of, by method, one panel a target; a mark shows where training goes on."""
+    wait = condition(study, "return")
+    phases, found = phase_means(study, wait), cells(study, "stall_s", wait)
+    height = 0.75 + 0.3 * len(study.methods)
+    figure, axes = plt.subplots(len(study.targets), squeeze=False, figsize=(5.2, 0.6 + height * len(study.targets)))
+    for axis, target in zip(axes[:, 0], study.targets, strict=True):
+        own = phases[phases.target == target]
+        stalls = {method: stall.mean for (method, name), stall in found.items() if name == target}
+        for row, method in enumerate(study.methods[::-1]):
+            begin_s = 0.0
+            for phase in own[own.method == method].itertuples():
+                _, colour, hatch = _PHASES[phase.kind]
+                axis.barh(
+                    row, phase.mean_s, left=begin_s, height=0.62, color=colour, hatch=hatch, edgecolor="#333333", lw=0.4
+                )
+                begin_s += phase.mean_s
+            if method in stalls:
+                axis.plot(stalls[method], row, marker="|", ms=19, mew=2.4, color="black", zorder=3)
+        axis.set_yticks(range(len(study.methods)), study.methods[::-1])
+        axis.set_title(f"{target}, emulated" if study.emulated(target) else target)
+        axis.set_xlim(left=0)
+        axis.grid(axis="y", visible=False)
+    axes[-1, 0].set_xlabel(f"seconds from the begin of a save (wait={wait}); black mark: training goes on")
+    visible = set(phases[phases.mean_s > 1e-3].kind)
+    shown = [kind for kind in _PHASES if kind in visible]
+    handles = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor="#333333", linewidth=0.4, label=words)
+        for words, colour, hatch in (_PHASES[kind] for kind in shown)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8.5)
+    return figure
 
 
 def cumulative(study: Study, schedule: Schedule) -> Figure:

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from stallbench import analysis
-from stallbench.analysis import MEASURES, compare, compared_with, condition, duration, percent
-from stallbench.models import ARTICLE_FAST_S, ARTICLE_SLOW_S, Schedule, compounding, worked_example
-from stallbench.results import VALIDATION, Study, read_json
-from stallbench.stats import mean_interval
+from stallbench import analysis, matrix, trust
+from stallbench.analysis import MEASURES, Comparison, compare, compared_with, condition, percent, seconds
+from stallbench.config import METHODS
+from stallbench.models import ARTICLE_FAST_S, ARTICLE_SLOW_S, Schedule, worked_example
+from stallbench.results import BENCH, VALIDATION, Study, read_json
+from stallbench.tables import beside_table, called
 from stallbench.verdicts import NOT_TESTED, claims_table, headline, summary_lines
 
 
@@ -64,9 +65,14 @@ def table_html(table: pd.DataFrame, index: bool = True) -> str:
 def caption(study: Study, text: str) -> str:
     """Write what stands below a figure: what it shows, from which study, made by which command."""
     command = html.escape(study.request["command"])
+    if len(command) > LONG_COMMAND:
+        command = (
+            html.escape(study.request["command"][:LONG_COMMAND]) + '</code> (<a href="#Reproduce">whole</a>)<code>'
+        )
     return f'<p class="caption">{html.escape(text)} Study {study.study_id}, <code>{command}</code>.</p>'
 
 
+LONG_COMMAND = 100  # characters of a command that a caption shows
 # A value and its interval, which stand below each other in a table's cell.
 _INTERVAL = re.compile(r"<td>([^<(]*) \(([^<(]* to [^<(]*)\)</td>")
 
@@ -102,6 +108,8 @@ def warnings(study: Study) -> Iterator[str]:
             f"warmup_saves={study.request['warmup_saves']}: the counted saves include some before the first deletion, "
             f"which touch fresh memory. Use --set warmup_saves={study.request['keep'] + 1}."
         )
+    for hidden in trust.hidden_by_noise(study):
+        yield hidden.words
     if not compared_with(study) and len(study.targets) > 1:
         yield "No two targets completed a block together, so nothing is compared."
     unknown = study.restores[study.restores.cache_data != "cold"].target.unique()
@@ -134,6 +142,8 @@ def events_caption(study: Study) -> str:
     for measure in ("step_s", "returned_s", "durable_s", "restore_s"):
         values = analysis.measured(study, measure)
         per_target = values.groupby("target").size()
+        if per_target.empty:
+            continue
         low, high = per_target.min(), per_target.max()
         counts.append(f"{low if low == high else f'{low} to {high}'} {measure.removesuffix('_s')}")
     blocks = study.counted.block.nunique()
@@ -161,17 +171,40 @@ def training_phase_words(study: Study, other: str) -> str:
     return "\n".join(lines)
 
 
-def limits_table(study: Study) -> pd.DataFrame:
-    """Give each target's raw limits, and which share of the write limit a durable save reaches."""
-    table = analysis.share_of_limit(study)
-    rate = "{:,.0f} MB/s".format
-    columns = {
-        "raw write": table.raw_write_bytes_per_s.div(1e6).map(rate, na_action="ignore"),
-        "raw read": table.raw_read_bytes_per_s.div(1e6).map(rate, na_action="ignore"),
-        "save, durable": table.save_bytes_per_s.div(1e6).map(rate, na_action="ignore"),
-        "share of limit": table.share.map(percent),
-    }
-    return pd.DataFrame(columns)
+def matrix_caption(study: Study, wait: str) -> str:
+    """Say how the matrix is read, and what each method is."""
+    rule = {
+        "return": "training goes on when the save call is back; durable comes later, beside training",
+        "durable": "training waits until the checkpoint is durable: stall and durable are one",
+    }[wait]
+    blocks = study.counted[study.counted.wait == wait].block.nunique()
+    methods = "; ".join(f"{method}: {METHODS[method]}" for method in study.methods)
+    return f"wait={wait}: {rule}. Means over {blocks} blocks with their 95 % interval. {methods}."
+
+
+def given_back_words(study: Study, other: str) -> str:
+    """Say what faster storage gives back, what a better save does on the same storage, and what both do."""
+    lines = []
+    for wait in study.waits:
+        found = matrix.given_back(study, other, wait)
+        if found is None:
+            continue
+        first, today = study.targets[0], found.today
+        lines.append(
+            f"- **wait={wait}**: a save by {today} on {called(study, other)} holds training up for "
+            f"{seconds(found.storage.slow_s)}. Faster storage, the same save on {called(study, first)}: "
+            f"{_less(found.storage)}."
+        )
+        if found.software:
+            lines[-1] += f" A better save on the same storage ({found.better} on {other}): {_less(found.software)}."
+        if found.both:
+            lines[-1] += f" Both ({found.better} on {first}): {_less(found.both)}."
+    return "\n".join(lines)
+
+
+def _less(one: Comparison) -> str:
+    saved = percent(one.ratio.time_saved, one.ratio.time_saved_low, one.ratio.time_saved_high)
+    return f"{seconds(one.fast_s)}, **{saved}** less"
 
 
 def schedule_words(schedule: Schedule) -> str:
@@ -182,28 +215,6 @@ def schedule_words(schedule: Schedule) -> str:
         f"{schedule.team}, {schedule.workdays_per_week} days a week, {schedule.workdays_per_year} days a year (ours). "
         "Each is a parameter of the notebook."
     )
-
-
-def projection_table(study: Study, measure: str, schedule: Schedule) -> pd.DataFrame:
-    """Give the projected waiting on each target, and the time saved against each other one, by scope."""
-    columns: dict[str, pd.DataFrame] = {}
-    for target in study.targets:
-        means = analysis.block_means(study, measure, target)
-        if len(means):
-            columns[_called(study, target)] = compounding(mean_interval(means), schedule)
-    for other in compared_with(study):
-        columns[f"saved against {other}"] = compounding(compare(study, measure, other).saved_s, schedule)
-    longest = [max(abs(table.wait_s[row]) for table in columns.values()) for row in range(6)]
-    texts = {
-        name: [duration(row.wait_s, row.low_s, row.high_s, longest[row.Index]) for row in table.itertuples()]
-        for name, table in columns.items()
-    }
-    index = next(iter(columns.values())).scope
-    return pd.DataFrame(texts, index=index.rename(None))
-
-
-def _called(study: Study, target: str) -> str:
-    return f"{target} (emulated)" if study.emulated(target) else target
 
 
 def worst_words(study: Study, measure: str) -> str:
@@ -225,12 +236,6 @@ def worked_example_words() -> str:
         f"{ARTICLE_SLOW_S:g} s to {ARTICLE_FAST_S:g} s: time saved **{percent(example.time_saved)}**, or "
         f"{percent(example.faster)} faster. {example.saves} saves: **{example.saved_per_run_min:g} minutes a run**."
     )
-
-
-def worked_example_table() -> pd.DataFrame:
-    """Give the time that the article's example saves, by scope."""
-    table = worked_example().compounding
-    return pd.DataFrame({"scope": table.scope, "saves": table.events, "time saved": table.wait_s.map(duration)})
 
 
 def validation_html(study: Study) -> str:
@@ -260,6 +265,24 @@ def validation_html(study: Study) -> str:
     return words + table_html(shown, index=False)
 
 
+def determinism_words(study: Study) -> str:
+    """Say whether trials that trained the same thing reached the same losses."""
+    groups, equal = trust.determinism(study)
+    answer = (
+        "all of them, bit for bit" if equal == groups else f"only {equal} of them: the others are not deterministic"
+    )
+    return f"In {groups} groups of trials with one seed, the losses of all steps are compared: they agree in {answer}."
+
+
+def bench_html(study: Study) -> str:
+    """Write what the instrument costs, if that was measured for this study."""
+    path = study.folder / BENCH
+    if not path.exists():
+        return "<p>The instrument's cost was not measured for this page; <code>stallbench bench DIR</code> does it.</p>"
+    lines = "".join(f"<li>{html.escape(line)}</li>" for line in read_json(path)["lines"])
+    return f"<ul>{lines}</ul>"
+
+
 def _shares(table: pd.DataFrame, name: str) -> list[str]:
     return [
         "" if pd.isna(share) else f"{share:.1%} ({low:.1%} to {high:.1%})"
@@ -267,47 +290,54 @@ def _shares(table: pd.DataFrame, name: str) -> list[str]:
     ]
 
 
-def machine_table(study: Study) -> pd.DataFrame:
-    """Give the hardware and software that the figures hold for."""
-    machine = study.environment
-    rows = {f"target {target}": study.storage(target)["words"] for target in study.targets}
-    rows |= {
-        f"target {target}, options": ", ".join(study.storage(target)["options"]) or "none known"
-        for target in study.targets
-        if not study.emulated(target)
-    }
-    limits = machine["dirty_limits"]
-    rows |= {
-        "processor": f"{machine['cpu']}, {machine['cores']} cores",
-        "accelerator": machine["accelerator"],
-        "memory": f"{_gigabytes(machine['memory_bytes'])}",
-        "free at the start": f"{_gigabytes(machine['memory_free_bytes'])}",
-        "virtual machine": machine["virtual_machine"],
-        "write-back": (
-            f"from {_gigabytes(limits['dirty_background_bytes'])} dirty on, "
-            f"throttled from {_gigabytes(limits['dirty_bytes'])}"
-            if limits
-            else "unknown"
-        ),
-        "system": f"{machine['system']}, Python {machine['python']}",
-        "packages": ", ".join(f"{name} {version}" for name, version in machine["packages"].items()),
-        "model": str(study.request["model"]),
-        "data": str(study.request["dataset"]),
-        "commit": machine["git_commit"],
-        "begun": study.request["created_utc"],
-    }
-    return pd.DataFrame.from_dict(rows, orient="index", columns=[""])
-
-
-def _gigabytes(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.1f} GB"
-
-
 def reproduce_words(study: Study) -> str:
     """Say which commands make this study again, and render it again."""
+    if study.request.get("watched"):
+        return (
+            f"A recording of `{study.request['command']}`, made by `stallbench.watch`; running it again adds to it. To "
+            f"render again: `stallbench report {study.folder.name}`."
+        )
     return (
         f"```\nmake setup\n.venv/bin/{study.request['command']}\n```\n\n"
         f"The same command goes on with a study that was stopped. To render again without measuring: "
         f"`.venv/bin/stallbench report results/{study.folder.name}`. On your own storage: "
         "`.venv/bin/stallbench run --target local=/fast/disk --target nas=/mnt/nas`."
     )
+
+
+def limits_words() -> str:
+    """Say below the table of raw limits what they are."""
+    return (
+        "Means over trials, by fio where it is installed. Raw: direct I/O, a deep queue, fsync after a write. A "
+        "small file is created, written, made durable and renamed. An emulated device's limits are what its stated "
+        "rates come to. A cache beneath a raw read is unknown."
+    )
+
+
+def phases_caption() -> str:
+    """Say below the phase bars where a figure comes from."""
+    return (
+        "Mean seconds of each phase over all counted saves. The Trainer's phases come from an override of its save "
+        "steps; each is serialising and writing in one. An asynchronous library's write holds its serialising too."
+    )
+
+
+def floors_caption() -> str:
+    """Say below the table of floors how they were obtained."""
+    return (
+        "To memory alone: on a real path, the same save to a memory file system; on an emulated device, the save's own "
+        "time without the device's. Storage saves at most: what an infinitely fast store would save, paired by block."
+    )
+
+
+def beside_html(study: Study) -> str:
+    """Write what asynchronous saves take from the steps beside them, or that none was run."""
+    table = beside_table(study)
+    if table.empty:
+        return "<p>No asynchronous method was run; <code>--method fast-async</code> adds one.</p>"
+    words = (
+        "Background: from the end of the stall until durable. Slower: steps beside a save against steps without one. "
+        "Moved: what that comes to over one save's background, to be added to its stall. Mock steps are waits, an "
+        "emulated accelerator's."
+    )
+    return table_html(table) + caption(study, words)

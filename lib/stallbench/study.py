@@ -183,7 +183,9 @@ def _redactor(config: StudyConfig, show_paths: bool) -> Redactor:
     places = [target for target in config.targets if not target.emulated]
     paths = [(target.name, path) for target in places for path in (target.location, targets.directory(target))]
     paths += [
-        (name, path) for name, path in (("model", config.model), ("data", config.dataset), ("staging", config.staging)) if path.startswith("/")
+        (name, path)
+        for name, path in (("model", config.model), ("data", config.dataset), ("staging", config.staging))
+        if path.startswith("/")
     ]
     return Redactor(paths, show_paths)
 

@@ -1,39 +1,34 @@
-"""A Trainer whose waits are measured, and one that saves by another method: each a layer over any Trainer's class."""
+"""A Trainer that saves by another method, on a schedule, with proofs: each a layer over any Trainer's class."""
 
 import hashlib
 import random
-import shutil
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_callback import ExportableState
 
 from stallbench.checkpointing import commit
-from stallbench.checkpointing.checkpointer import Checkpointer, load
+from stallbench.checkpointing.checkpointer import Checkpointer, Guard, load
 from stallbench.checkpointing.state import capture, flatten, set_random_state
-from stallbench.config import TrialConfig, Wait
-from stallbench.emulated import wait_until
-from stallbench.pagecache import files_below, sync_tree, tree_size
-from stallbench.spans import Span, Timeline
+from stallbench.config import AS_SHIPPED, TrialConfig
+from stallbench.recording import Recorded, Recorder, StepClock, add_layer
+from stallbench.spans import Timeline
 from stallbench.targets import Workspace
+from stallbench.workload import TargetRows, load_model
 
-# Which files of the Trainer's layout each of its loading calls reads; the weights' call reads all others.
-_RESTORED = {"optimizer": ("optimizer.pt", "scheduler.pt"), "rng": ("rng_state.pth",)}
 _STATE_FILE = "trainer_state.json"
-
-
-def synchronize() -> None:
-    """Wait for the accelerator's pending work, if there is an accelerator."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 def fingerprint(trainer: Trainer) -> dict[str, str | int]:
@@ -81,207 +76,10 @@ def digest(value: Any) -> str:
     return sha.hexdigest()
 
 
-@dataclass
-class Recorder:
-    """What a recorded Trainer writes to, and under which rules.
-
-    Attributes
-    ----------
-    keep
-        Checkpoints of the Trainer's own layout that stay; None leaves deletion to the Trainer.
-    guard
-        Held while a save is under way, with its step.
-    """
-
-    timeline: Timeline
-    workspace: Workspace
-    wait: Wait = "return"
-    keep: int | None = None
-    warmup_steps: int = 0
-    warmup_saves: int = 0
-    last_step: int | None = None
-    guard: Callable[[int], AbstractContextManager[None]] = lambda step: _no_guard()
-    saves: int = 0
-    _current: Span | None = None
-    _syncs: dict[Path, Future] = field(default_factory=dict)
-    _background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="sync"))
-
-    def counted(self, step: int) -> bool:
-        """Whether a step counts: not a warm-up, and not the one after the last save that proves the restore."""
-        return step > self.warmup_steps and (self.last_step is None or step <= self.last_step)
-
-    def count_save(self) -> bool:
-        """Count a save; gives whether it is a warm-up."""
-        self.saves += 1
-        return self.saves <= self.warmup_saves
-
-    def phase(self, part: str) -> AbstractContextManager[Any]:
-        """Open a part of the Trainer's own save; outside of one, nothing is recorded."""
-        if self._current is None:
-            return _no_guard()
-        return self._phase(self._current, "write" if self.workspace.device is None else "serialize", part)
-
-    def _phase(self, save: Span, kind: str, part: str = "") -> AbstractContextManager[Span]:
-        return self.timeline.span(kind, part=part, step=save.step, parent=save.id, warmup=save.warmup)
-
-    def save_as_shipped(self, step: int, folder: Path, save_checkpoint: Callable[[], None]) -> None:
-        """Time the Trainer's own save until it returned and until its bytes were durable."""
-        self.workspace.require_present()
-        with self.guard(step), self.timeline.span("save", step=step, warmup=self.count_save()) as save:
-            with self._phase(save, "call"):
-                self._current = save
-                try:
-                    save_checkpoint()
-                finally:
-                    self._current = None
-                durable_s = self._charge(save, folder)
-            if self.wait == "durable":
-                self._make_durable(save, folder, durable_s)
-        save.size_bytes, save.files = tree_size(folder)
-        if self.wait == "return":
-            self._syncs[folder] = self._background.submit(self._guarded_sync, save, folder, durable_s)
-        self._delete_old(step, folder.parent)
-
-    def _charge(self, save: Span, folder: Path) -> float | None:
-        if self.workspace.device is None:
-            return None
-        with self._phase(save, "write"):
-            return self.workspace.charge_write(folder)
-
-    def _make_durable(self, save: Span, folder: Path, durable_s: float | None) -> None:
-        """Put the save on stable storage: fsync, or the wait that the emulated device computed."""
-        with self._phase(save, "sync"):
-            if durable_s is None:
-                sync_tree(folder)
-            else:
-                wait_until(durable_s)
-
-    def _guarded_sync(self, save: Span, folder: Path, durable_s: float | None) -> None:
-        with self.guard(save.step):
-            self._make_durable(save, folder, durable_s)
-
-    def _delete_old(self, step: int, parent: Path) -> None:
-        """Delete what is beyond ``keep``, except where a sync in the background still needs the files."""
-        if self.keep is None:
-            return
-        for folder in sorted(parent.glob("checkpoint-*"), key=commit.step_of)[: -self.keep]:
-            sync = self._syncs.get(folder)
-            if sync is None or sync.done():
-                size_bytes, files = tree_size(folder)
-                with self.timeline.span("delete", step=step, size_bytes=size_bytes, files=files):
-                    shutil.rmtree(folder, ignore_errors=True)
-
-    def settle(self) -> None:
-        """Wait until every save is durable.
-
-        Raises
-        ------
-        OSError
-            What a sync in the background met: the save that looked fine was not.
-        """
-        for sync in self._syncs.values():
-            sync.result()
-
-    def close(self) -> None:
-        """Wait as ``settle`` does, and end the thread."""
-        self._background.shutdown()
-        self.settle()
-
-
-@contextmanager
-def _no_guard() -> Iterator[None]:
-    yield
-
-
-class StepClock(TrainerCallback):
-    """Time each step between its batch and its update."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._step: Span | None = None
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Open the step's span: the batch is there."""
-        step = state.global_step + 1
-        self._step = self._recorder.timeline.begin("step", step=step, warmup=not self._recorder.counted(step))
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Close the step's span."""
-        self._recorder.timeline.end(self._step)
-
-
-class Recorded:
-    """Layer over a Trainer's class: the timeline around what it does. Its saves are its own, in their own layout."""
-
-    recorder: Recorder
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Time the wait for the next batch."""
-        step = self.state.global_step + 1
-        with self.recorder.timeline.span("data_wait", step=step, warmup=not self.recorder.counted(step)):
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-
-    def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        """Time an evaluation."""
-        with self.recorder.timeline.span("eval", step=self.state.global_step):
-            return super().evaluate(*arguments, **keywords)
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        if isinstance(self, Checkpointed):
-            return super()._save_checkpoint(model, trial)
-        step = self.state.global_step
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{step}"
-        self.recorder.save_as_shipped(step, folder, lambda: super(Recorded, self)._save_checkpoint(model, trial))
-
-    def save_model(self, *arguments: Any, **keywords: Any) -> None:
-        """Time the weights' part of a save."""
-        with self.recorder.phase("weights"):
-            super().save_model(*arguments, **keywords)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with self.recorder.phase("optimizer"):
-            super()._save_optimizer_and_scheduler(output_dir)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        with self.recorder.phase("random state"):
-            super()._save_rng_state(output_dir)
-
-    def _load_from_checkpoint(self, checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        others = {name for names in _RESTORED.values() for name in names}
-        files = [path for path in files_below(Path(checkpoint)) if path.name not in others]
-        with self._restoring("weights", files):
-            super()._load_from_checkpoint(checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with self._restoring("optimizer", _existing(checkpoint, _RESTORED["optimizer"])):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with self._restoring("rng", _existing(checkpoint, _RESTORED["rng"])):
-            super()._load_rng_state(checkpoint)
-
-    @contextmanager
-    def _restoring(self, part: str, files: list[Path] | None) -> Iterator[None]:
-        if files is None:  # nothing is resumed
-            yield
-            return
-        size_bytes = sum(path.stat().st_size for path in files)
-        step = self.recorder.last_step or self.state.global_step
-        with self.recorder.timeline.span("restore", part=part, step=step, size_bytes=size_bytes, files=len(files)):
-            self.recorder.workspace.charge_read(files)
-            yield
-
-
-def _existing(checkpoint: str | None, names: tuple[str, ...]) -> list[Path] | None:
-    if checkpoint is None:
-        return None
-    return [path for name in names if (path := Path(checkpoint, name)).exists()]
-
-
 class Checkpointed:
     """Layer over a Trainer's class: full states saved and resumed by one of our methods, under the Trainer's names."""
 
-    checkpointer: Checkpointer
+    checkpointer: Checkpointer | None
     recorder: Recorder
     _resumed: dict[str, Any] | None = None
 
@@ -290,12 +88,13 @@ class Checkpointed:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest(Path(self.args.output_dir)))
         result = super().train(resume_from_checkpoint=resume_from_checkpoint, **keywords)
-        self.checkpointer.wait()
+        if self.checkpointer is not None:
+            self.checkpointer.wait()
         return result
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         self.store_flos()
-        if not self.args.should_save:
+        if self.checkpointer is None:
             capture(self)  # the other ranks' part: their random states
             return
         self.checkpointer.save(
@@ -365,12 +164,6 @@ def _has_weights(folder: Path) -> bool:
     return any(True for pattern in patterns for _ in folder.glob(pattern))
 
 
-def add_layer(trainer: Trainer, layer: type) -> None:
-    """Put a layer over a Trainer that exists, whatever its class is."""
-    cls = type(trainer)
-    trainer.__class__ = type(f"{layer.__name__}{cls.__name__}", (layer, cls), {})
-
-
 class SaveSchedule(TrainerCallback):
     """Say when to save, by steps or by time; the last planned step is always saved.
 
@@ -424,3 +217,60 @@ class Proven:
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         self.restored = fingerprint(self)
+
+
+def make_trainer(
+    config: TrialConfig,
+    classes: int,
+    workspace: Workspace,
+    output_dir: Path,
+    timeline: Timeline,
+    local: Path,
+    guard: Guard,
+) -> Trainer:
+    """Make a trial's Trainer, deterministic so that it can be proven, with its layers: method, recording, proofs."""
+    set_seed(config.seed, deterministic=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill empty buffers inside timed work
+    arguments = TrainingArguments(
+        output_dir=str(output_dir),
+        max_steps=config.steps + 1,
+        per_device_train_batch_size=config.batch_size,
+        per_device_eval_batch_size=config.batch_size,
+        learning_rate=config.learning_rate,
+        seed=config.seed,
+        full_determinism=True,
+        use_cpu=not torch.cuda.is_available(),  # the Trainer saves no other accelerator's random state
+        save_strategy="no",  # SaveSchedule asks for each save, also by time
+        save_only_model=config.method in ("model-only", "adapter-only"),
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    data = workspace.folder / "data"
+    trainer = Trainer(
+        model=load_model(config, classes, adapter=config.method == "adapter-only"),
+        args=arguments,
+        train_dataset=TargetRows(data / "train", workspace.charge_read),
+        eval_dataset=TargetRows(data / "eval", workspace.charge_read),
+    )
+    trainer.remove_callback(PrinterCallback)
+    rules = {"wait": config.wait, "keep": config.keep, "guard": guard}
+    trainer.recorder = Recorder(
+        timeline,
+        workspace,
+        warmup_steps=config.warmup_steps,
+        warmup_saves=config.warmup_saves,
+        last_step=config.steps,
+        **rules,
+    )
+    settle = trainer.recorder.settle
+    if config.method not in AS_SHIPPED:
+        trainer.checkpointer = Checkpointer(config.method, workspace, output_dir, timeline, local=local, **rules)
+        add_layer(trainer, Checkpointed)
+        settle = trainer.checkpointer.wait
+    add_layer(trainer, Recorded)
+    add_layer(trainer, Proven)
+    trainer.add_callback(StepClock(trainer.recorder))
+    trainer.add_callback(SaveSchedule(config, timeline, settle))
+    return trainer

@@ -18,7 +18,7 @@ from uuid import uuid4
 import psutil
 
 from stallbench import targets, workload
-from stallbench.config import AS_SHIPPED, ASYNCHRONOUS, RESULTS, ConfigError, Target, TrialConfig
+from stallbench.config import ASYNCHRONOUS, RESULTS, ConfigError, Target, TrialConfig
 from stallbench.faults import chain, full_disk
 from stallbench.pagecache import drop_files, drop_metadata, drop_tree, files_below, sync_tree
 from stallbench.privacy import Redactor
@@ -114,7 +114,7 @@ class Trial:
     @_step_of_trial
     def put_data(self) -> None:
         """Write the tokenised data to the target, then read it back cold: what a fresh iteration waits for."""
-        from stallbench.training import synchronize
+        from stallbench.recording import synchronize
 
         self.timeline = Timeline(synchronize)
         folder = self.workspace.folder / "data"
@@ -263,65 +263,11 @@ class Trial:
         return self.workspace.folder / "checkpoints"
 
     def _make_trainer(self) -> "Trainer":
-        import torch
-        from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
+        from stallbench.training import make_trainer
 
-        config = self.config
-        set_seed(config.seed, deterministic=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill empty buffers inside timed work
-        data = self.workspace.folder / "data"
-        arguments = TrainingArguments(
-            output_dir=str(self._output_dir),
-            max_steps=config.steps + 1,
-            per_device_train_batch_size=config.batch_size,
-            per_device_eval_batch_size=config.batch_size,
-            learning_rate=config.learning_rate,
-            seed=config.seed,
-            full_determinism=True,
-            use_cpu=not torch.cuda.is_available(),  # the Trainer saves no other accelerator's random state
-            save_strategy="no",  # SaveSchedule asks for each save, also by time
-            save_only_model=config.method in ("model-only", "adapter-only"),
-            logging_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
+        return make_trainer(
+            self.config, self._classes, self.workspace, self._output_dir, self.timeline, self._staging(), self._guard
         )
-        trainer = Trainer(
-            model=workload.load_model(config, self._classes, adapter=config.method == "adapter-only"),
-            args=arguments,
-            train_dataset=workload.TargetRows(data / "train", self.workspace.charge_read),
-            eval_dataset=workload.TargetRows(data / "eval", self.workspace.charge_read),
-        )
-        trainer.remove_callback(PrinterCallback)
-        self._add_layers(trainer)
-        return trainer
-
-    def _add_layers(self, trainer: "Trainer") -> None:
-        """Put the method, the recording and the proofs over a Trainer as it is."""
-        from stallbench.checkpointing.checkpointer import Checkpointer
-        from stallbench.training import Checkpointed, Proven, Recorded, Recorder, SaveSchedule, StepClock, add_layer
-
-        config = self.config
-        shared = {"wait": config.wait, "keep": config.keep, "guard": self._guard}
-        recorder = trainer.recorder = Recorder(
-            self.timeline,
-            self.workspace,
-            warmup_steps=config.warmup_steps,
-            warmup_saves=config.warmup_saves,
-            last_step=config.steps,
-            **shared,
-        )
-        settle = recorder.settle
-        if config.method not in AS_SHIPPED:
-            trainer.checkpointer = Checkpointer(
-                config.method, self.workspace, self._output_dir, self.timeline, local=self._staging(), **shared
-            )
-            add_layer(trainer, Checkpointed)
-            settle = trainer.checkpointer.wait
-        add_layer(trainer, Recorded)
-        add_layer(trainer, Proven)
-        trainer.add_callback(StepClock(recorder))
-        trainer.add_callback(SaveSchedule(config, self.timeline, settle))
 
     def _staging(self) -> Path:
         """Give the folder for staged saves' local copies; on a path that the user named, one of our own."""

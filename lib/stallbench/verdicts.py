@@ -1,5 +1,6 @@
 """The articles' claims, each with a rule fixed here before any reference study was run, and the headline."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from stallbench.analysis import (
     seconds,
     training_phase,
 )
+from stallbench.matrix import given_back
 from stallbench.models import Schedule, worked_example
 from stallbench.results import Study
 from stallbench.stats import mean_interval
@@ -107,7 +109,7 @@ def _saved(one: Comparison) -> str:
 def storage_for_claim(study: Study, other: str) -> str:
     """Say which other storage would give the claimed 25 %: the save time, and the rate, that it takes."""
     one = compare(study, "durable_s", other)
-    events = study.events[~study.events.warmup]
+    events = study.events[~study.events.warmup & (study.events.method == study.methods[0])]
     size_bytes = float(events[(events.target == one.fast) & (events.wait == one.wait)].size_bytes.mean())
     slow_s = one.fast_s.mean / (1 - CLAIMED_TIME_SAVED)
     return (
@@ -250,7 +252,8 @@ def _description(study: Study) -> str:
         for target in study.targets
         if len(means := block_means(study, "durable_s", target))
     ]
-    return " ".join([*parts, "Nothing is compared: no two targets completed a block together."])
+    alone = "there is one target" if len(study.targets) == 1 else "no two targets completed a block together"
+    return " ".join([*parts, f"Nothing is compared: {alone}."])
 
 
 def _control_sentence(study: Study, other: str) -> str:
@@ -271,23 +274,36 @@ def _comparison_sentences(study: Study, other: str) -> str:
         f"{seconds(returned.fast_s)} against {seconds(returned.slow_s)}: {_saved(returned)} less. "
         f"{n} saves in 8 hours would save {duration(saved.mean * n, saved.low * n, saved.high * n)} a run."
     )
+    words += _better_save(study, other)
     if study.emulated(other) or study.emulated(durable.fast):
         words += " One of the two is emulated, so this is modelled, not measured on such a device."
     return words + interval
 
 
+def _better_save(study: Study, other: str) -> str:
+    """Say what better software gives back on the slower storage as it is."""
+    found = given_back(study, other, "return") if "return" in study.waits else None
+    if found is None or found.software is None:
+        return ""
+    return (
+        f" On {other} as it is, a save by {found.better} holds training up for {seconds(found.software.fast_s)} "
+        f"instead of {seconds(found.software.slow_s)}: {_saved(found.software)} less."
+    )
+
+
 def summary_lines(study: Study) -> list[str]:
-    """Give one line a target and wait rule: how many trials succeeded, and what a save stalled."""
+    """Give one line a condition: how many trials succeeded, and what a save stalled."""
     lines = []
-    current = study.trials[~study.trials.superseded]
+    current, events = study.trials[~study.trials.superseded], study.events[~study.events.warmup]
     for target in study.targets:
-        for wait in study.request["waits"]:
-            trials = current[(current.target == target) & (current.wait == wait)]
-            own = study.events[(study.events.target == target) & (study.events.wait == wait) & ~study.events.warmup]
-            succeeded = int((trials.status == "complete").sum())
-            stall = f"mean stall {own.stall_s.mean():.2f} s, worst {own.stall_s.max():.2f} s, {len(own)} saves"
-            stall = stall if len(own) else "no save was measured"
-            lines.append(
-                f"{called(study, target)}, wait={wait}: {succeeded} of {study.request['blocks']} trials; {stall}"
+        for method, wait in itertools.product(study.request["methods"], study.request["waits"]):
+            trials, own = (
+                table[(table.target == target) & (table.method == method) & (table.wait == wait)]
+                for table in (current, events)
             )
+            succeeded = int((trials.status == "complete").sum())
+            stall = f"mean stall {own.stall_s.mean():.3g} s, worst {own.stall_s.max():.3g} s, {len(own)} saves"
+            stall = stall if len(own) else "no save was measured"
+            of = f"{succeeded} of {study.request['blocks']} trials"
+            lines.append(f"{called(study, target)}, {method}, wait={wait}: {of}; {stall}")
     return lines

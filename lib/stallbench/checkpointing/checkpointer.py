@@ -20,7 +20,13 @@ from stallbench.pagecache import tree_size
 from stallbench.spans import Span, Timeline
 from stallbench.targets import Workspace
 
-NO_GUARD: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()  # noqa: E731
+# Held while a save is under way, with its step: a limit on its time.
+Guard = Callable[[int], AbstractContextManager[None]]
+
+
+def no_guard(step: int) -> AbstractContextManager[None]:
+    """Let a save take as long as it does."""
+    return nullcontext()
 
 
 class Checkpointer:
@@ -40,7 +46,7 @@ class Checkpointer:
     local
         Folder for the local copies of ``staged``.
     guard
-        Held while a save is under way, with its step: a limit on its time.
+        A limit on the time of a save.
     on_durable
         Called with the step of each save that is committed, from the thread that committed it.
     """
@@ -55,7 +61,7 @@ class Checkpointer:
         local: Path,
         wait: Wait = "return",
         keep: int | None = None,
-        guard: Callable[[int], AbstractContextManager[None]] = NO_GUARD,
+        guard: Guard = no_guard,
         on_durable: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.method, self.parent, self.timeline, self.wait_rule = method, parent, timeline, wait
@@ -144,7 +150,7 @@ class Checkpointer:
 
     @contextmanager
     def _cleared_on_error(self, final: Path, needed: Tensors | int, fresh: bool = True) -> Iterator[Path]:
-        """Give the folder that is written to; if the save fails, nothing of it stays, and lack of room is named as such."""
+        """Give the folder that is written to; of a failed save nothing stays, and lack of room is named as such."""
         folder = commit.partial_folder(final, self._rename)
         try:
             if fresh:

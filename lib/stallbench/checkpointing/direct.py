@@ -115,21 +115,30 @@ class Snapshot:
     def __init__(self) -> None:
         self._image: torch.Tensor | None = None
         self._layout: Layout | None = None
+        self._shape: list[tuple] = []
+        self._places: list[tuple[str, torch.Tensor]] = []
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy all tensors; returns when the copies are complete."""
-        self._layout = Layout(tensors)
+        shape = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+        if shape != self._shape:
+            self._lay_out(tensors)
+            self._shape = shape
+        for name, place in self._places:
+            place.copy_(tensors[name], non_blocking=True)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def _lay_out(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._layout, self._places = Layout(tensors), []
         size_bytes = _padded(self._layout.size_bytes)
         if self._image is None or len(self._image) < size_bytes:
             self._image = None  # given back before the larger one is asked for
             self._image = _image(size_bytes)
         self._image.numpy()[: len(self._layout.head)] = self._layout.head
         for begin, name in self._layout.places:
-            tensor = tensors[name]
-            place = self._image[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor, non_blocking=True)
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+            piece = self._image[begin : begin + tensors[name].nbytes]
+            self._places.append((name, piece.view(tensors[name].dtype).view(tensors[name].shape)))
 
     def write(self, path: Path) -> None:
         """Write the copy to a fresh safetensors file, without touching a byte of it again.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # The name under which everything that is no tensor lies beside the tensors, as JSON in bytes.
 TREE = "__tree__"
+_TREE_BYTES = 4096
 # How JSON marks what it has no word for. A dict with such a key of its own is written as pairs.
 _TENSOR, _TUPLE, _PAIRS = "$tensor", "$tuple", "$pairs"
 
@@ -54,8 +55,9 @@ def flatten(state: Any) -> Tensors:
             return value
         raise CheckpointError(f"{path} is a {type(value).__name__}, which no method here can save")
 
-    text = json.dumps(strip(state, ""))
-    tensors[TREE] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    text = json.dumps(strip(state, "")).encode()
+    padded = text.ljust(-(-len(text) // _TREE_BYTES) * _TREE_BYTES)  # its length should stay from save to save
+    tensors[TREE] = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
     return tensors
 
 

@@ -45,6 +45,7 @@ class TorchWriter(Writer):
         with phase("write"):
             torch.save(tensors, folder / "state.pt")
 
+
 class SafetensorsWriter(Writer):
     """``safetensors.torch.save_file`` to one file."""
 
@@ -54,6 +55,7 @@ class SafetensorsWriter(Writer):
 
         with phase("write"):
             save_file(_apart(tensors), folder / "state.safetensors")
+
 
 def _apart(tensors: Tensors) -> Tensors:
     """Give each tensor memory of its own, laid out in order, as safetensors demands; most have it already."""
@@ -76,6 +78,7 @@ class DCPWriter(Writer):
         _quiet()
         with phase("write"):
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, sync_files=False), no_dist=True)
+
 
 def _quiet() -> None:
     """Let DCP take a single process for granted; for good, since it saves in threads of its own."""
@@ -111,9 +114,7 @@ class DCPAsyncWriter(DCPWriter):
         own_group = not torch.distributed.is_initialized()
         with tempfile.TemporaryDirectory(prefix="stallbench-") as folder:
             if own_group:
-                torch.distributed.init_process_group(
-                    "gloo", init_method=f"file://{folder}/group", rank=0, world_size=1
-                )
+                torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
             try:
                 self._save({"warm-up": torch.zeros(1)}, Path(folder, "checkpoint"), None).result()
             finally:
@@ -197,6 +198,7 @@ class FastWriter(Writer):
         with phase("write"):
             self._snapshot.write(path)
 
+
 class FastAsyncWriter(FastWriter):
     """Ours, with a snapshot: training waits for one copy into memory that is kept, and goes on."""
 
@@ -240,7 +242,11 @@ def read(folder: Path, method: str, into: Mapping[str, torch.Tensor] | None = No
     if method in {"safetensors", "staged"}:
         from safetensors.torch import load_file
 
-        return load_file(folder / "state.safetensors")
+        mapped = load_file(folder / "state.safetensors")  # not read yet: pages come when they are touched
+        return {
+            name: direct.place(name, tensor.dtype, list(tensor.shape), into or {}).copy_(tensor)
+            for name, tensor in mapped.items()
+        }
     if method.startswith("dcp"):
         return _read_dcp(folder, into or {})
     return direct.read(folder / "state.safetensors", into)

@@ -1,0 +1,88 @@
+"""How far a study's own figures can be trusted: its determinism, its machine's noise, and what the noise hides."""
+
+import math
+from dataclasses import dataclass
+
+import pandas as pd
+from scipy import stats as scipy_stats
+
+from stallbench.analysis import Comparison, compare, compared_with, percent
+from stallbench.results import TRIAL_KEYS, Study
+
+
+def determinism(study: Study) -> tuple[int, int]:
+    """Count the groups of trials that trained the same thing, and those whose losses are equal, bit for bit.
+
+    Trials of one block share their seed, so that each must reach the same losses, wherever and however it is saved. A
+    LoRA adapter trains something else, and is compared with its like.
+    """
+    groups: dict[tuple[int, bool], set[tuple[float, ...]]] = {}
+    for row in study.counted.itertuples():
+        key = row.block, row.method == "adapter-only"
+        if losses := study.details[row.trial]["losses"]:  # a watched training keeps none
+            groups.setdefault(key, set()).add(tuple(losses))
+    return len(groups), sum(len(losses) == 1 for losses in groups.values())
+
+
+def noise(study: Study) -> pd.DataFrame:
+    """Say how much the machine itself varied over the study.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by what was repeated in each trial of a target: ``trials``, ``spread`` (coefficient of variation of the
+        trials' means, without unit), ``worst`` (the largest over the smallest).
+    """
+    rows = {}
+    kinds = {"raw_write": "raw write", "raw_read": "raw cold read", "step": "training step"}
+    spans = study.spans[~study.spans.warmup & (study.spans.method != "adapter-only")]
+    for target in study.targets:
+        for kind, words in kinds.items():
+            own = spans[(spans.target == target) & (spans.kind == kind)]
+            means = own.groupby(list(TRIAL_KEYS)).duration_s.mean()
+            if len(means) > 1:
+                spread, worst = means.std() / means.mean(), means.max() / means.min()
+                rows[f"{words}, {target}"] = {"trials": len(means), "spread": spread, "worst": worst}
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["trials", "spread", "worst"])
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """A comparison whose interval holds "no difference", and the blocks that would show the difference found."""
+
+    comparison: Comparison
+    blocks_needed: int
+
+    @property
+    def words(self) -> str:
+        """The number, the reason and the remedy, in one line."""
+        ratio = self.comparison.ratio
+        found = percent(ratio.time_saved, ratio.time_saved_low, ratio.time_saved_high)
+        return (
+            f"Until durable, {self.comparison.fast} against {self.comparison.slow}: {found} less time. Blocks "
+            "differ more from each other than the targets do, so no difference is shown. A quieter machine, or "
+            f"--blocks {self.blocks_needed}, would show one of this size."
+        )
+
+
+def hidden_by_noise(study: Study) -> list[Hidden]:
+    """Give the comparisons until durable that noise leaves open; an A/A control, which should be, is none of them."""
+    found = []
+    for other in compared_with(study):
+        one = compare(study, "durable_s", other)
+        if study.same_place(one.fast, other) or not one.ratio.low <= 1 <= one.ratio.high:
+            continue
+        found.append(Hidden(one, _blocks_needed(one)))
+    return found
+
+
+def _blocks_needed(one: Comparison) -> int:
+    """Give the blocks at which the interval, with this spread, would leave out 1 if the difference is as it was found.
+
+    From the interval's half width t x s / sqrt(n) on the log ratio: n grows with the square of s over the difference.
+    """
+    half = math.log(one.ratio.high / one.ratio.low) / 2
+    blocks = one.ratio.blocks
+    spread = half * math.sqrt(blocks) / scipy_stats.t.ppf(0.975, blocks - 1)
+    difference = max(abs(math.log(one.ratio.ratio)), 0.01)  # below 1 % nobody would ask
+    return max(blocks + 1, math.ceil((scipy_stats.norm.ppf(0.975) * spread / difference) ** 2) + 2)
