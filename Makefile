@@ -2,13 +2,15 @@
 PYTHON ?= python3
 # The index for a CPU-only torch, where the default one would bring a CUDA build of several GB: make setup TORCH_INDEX=URL
 TORCH_INDEX ?=
+# The methods of the reference study's matrix; the first is the save of today.
+METHODS := trainer dcp-async staged fast fast-async model-only adapter-only
 # quick (about 3 minutes on 2 cores), default (9), full (an hour)
 PROFILE ?= default
 
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: help setup report test lint validate bench reference clean
+.PHONY: help setup report test lint validate bench torture reference clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,7 +18,8 @@ help:
 	@echo "make test       run the tests"
 	@echo "make lint       check style, notebooks and the CI workflow"
 	@echo "make validate   check the statistics on synthetic studies with a known truth"
-	@echo "make bench      measure the instrument itself"
+	@echo "make bench      measure the instrument itself, and race the methods side by side"
+	@echo "make torture    kill saves and cut their power, and show that nothing is lost"
 	@echo "make reference  measure and render results/reference again"
 	@echo "make clean      remove .venv; results stay"
 
@@ -45,13 +48,17 @@ lint: $(READY)
 validate: $(READY)
 	$(BIN)/stallbench validate
 
+torture: $(READY)
+	$(BIN)/stallbench torture
+
 bench: $(READY)
 	$(BIN)/stallbench run --profile default --no-report
 	$(BIN)/stallbench bench results/default
 
 reference: $(READY)
 	rm -rf results/reference
-	$(BIN)/stallbench run --profile default --blocks 6 --out results/reference --no-report
+	$(BIN)/stallbench run --blocks 5 $(addprefix --method ,$(METHODS)) --out results/reference --no-report
+	$(BIN)/stallbench bench results/reference
 	$(BIN)/stallbench validate --study results/reference
 	$(BIN)/stallbench report results/reference
 

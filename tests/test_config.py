@@ -62,7 +62,7 @@ def test_a_target_may_have_spaces_dots_unicode_and_an_equals_sign_in_its_path():
         ({"targets": ()}, "name at least one target"),
         ({"targets": (TWO[0], Target(name="A", location="/z"))}, "stands for more than one target"),
         ({"targets": TWO, "blocks": 0}, "blocks=0 is refused"),
-        ({"targets": TWO, "waits": ("return", "return")}, "each wait rule may be named once"),
+        ({"targets": TWO, "waits": ("return", "return")}, "each may be named once"),
         ({"targets": TWO, "waits": ("never",)}, "refused"),
     ],
 )

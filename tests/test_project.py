@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -14,28 +15,39 @@ from stallbench.config import ROOT
 PACKAGE = ROOT / "lib" / "stallbench"
 # Each module may import those above it, never one below.
 ORDER = (
-    "__init__", "config", "privacy", "pagecache", "emulated", "spans", "targets", "probe", "workload", "training",
-    "results", "trial", "environment", "execute", "study",
-    "stats", "models", "validation", "analysis", "verdicts", "plots", "present", "report", "bench", "cli", "__main__",
+    "__init__", "config", "privacy", "pagecache", "emulated", "faults", "spans", "targets", "probe", "workload",
+    "checkpointing.__init__", "checkpointing.state", "checkpointing.commit", "checkpointing.direct",
+    "checkpointing.writers", "checkpointing.checkpointer",
+    "recording", "training", "controls", "results", "trial", "environment", "execute", "study", "attach",
+    "stats", "models", "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present", "report",
+    "bench", "race", "calibration", "volatile_disk", "powercut", "torture", "cli", "__main__",
 )  # fmt: skip
-MEASURING = {"spans", "targets", "probe", "workload", "training", "trial", "study", "execute"}
-ANALYSING = {"stats", "models", "validation", "analysis", "verdicts", "plots", "present"}
+MEASURING = {
+    "spans", "targets", "probe", "workload", "recording", "training", "controls", "trial", "study", "execute", "attach",
+    *(name for name in ORDER if name.startswith("checkpointing")),
+}  # fmt: skip
+ANALYSING = {"stats", "models", "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present"}
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
+def path_of(module: str) -> Path:
+    return PACKAGE / f"{module.replace('.', '/')}.py"
+
+
 def imports(module: str) -> set[str]:
-    tree = ast.parse((PACKAGE / f"{module}.py").read_text())
     names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "stallbench":
-            names |= {alias.name for alias in node.names if (PACKAGE / f"{alias.name}.py").exists()}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stallbench."):
-            names.add(node.module.split(".")[1])
+    for node in ast.walk(ast.parse(path_of(module).read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("stallbench"):
+            continue
+        above = node.module.partition(".")[2]
+        inner = {f"{above}.{alias.name}".lstrip(".") for alias in node.names}
+        names |= {name for name in inner if path_of(name).exists()} or ({above} if above else set())
     return names
 
 
 def test_every_module_has_its_place_in_the_order():
-    assert {path.stem for path in PACKAGE.glob("*.py")} == set(ORDER)
+    found = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))
+    assert {".".join(path.parts) for path in found} == set(ORDER)
 
 
 @pytest.mark.parametrize("module", ORDER)
@@ -50,7 +62,7 @@ def test_measurement_and_analysis_know_nothing_of_each_other():
 
 @pytest.mark.parametrize("module", ORDER)
 def test_a_module_is_read_in_one_sitting(module):
-    source = (PACKAGE / f"{module}.py").read_text()
+    source = path_of(module).read_text()
     assert source.count("\n") <= 400
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -27,7 +27,7 @@ def test_the_page_needs_nothing_from_outside(page):
 
 
 def test_every_figure_is_there_although_the_study_ran_under_a_backend_without_any(page):
-    assert page.count("data:image/png;base64,") == 4
+    assert page.count("data:image/png;base64,") == 5
 
 
 def test_every_claim_has_a_verdict_and_every_link_a_place_to_go(page):
@@ -69,7 +69,7 @@ def test_a_browser_without_network_shows_the_page_at_phone_width(finished, tmp_p
     done = subprocess.run([*arguments, "--dump-dom", f"file://{copy}"], capture_output=True, text=True, timeout=90)
     width, *images = re.search(r"<title>([^<]*)</title>", done.stdout)[1].split(",")
     assert int(width) <= 500  # headless Chromium lays out at 500 pixels at least
-    assert images == ["true"] * 4
+    assert images == ["true"] * 5
 
 
 def test_the_summary_for_a_pull_request_has_the_headline_and_the_judged_claims(finished):
@@ -106,7 +106,9 @@ def test_figures_come_from_the_spans_on_disk(finished):
     means = {}
     for target in study.targets:
         for block in (1, 2):
-            spans = pd.read_parquet(finished.folder / "trials" / f"b{block:02d}-a1-{target}-durable" / "spans.parquet")
+            spans = pd.read_parquet(
+                finished.folder / "trials" / f"b{block:02d}-a1-durable-trainer--{target}" / "spans.parquet"
+            )
             save = spans[(spans.kind == "save") & (spans.step == 4)].iloc[0]
             sync = spans[(spans.kind == "sync") & (spans.step == 4)].iloc[0]
             means[target, block] = sync.end_s - save.start_s

@@ -50,7 +50,7 @@ def two_targets(folder: Path) -> list[str]:
 def test_a_study_runs_reports_and_leaves_its_targets_as_they_were(finished):
     assert contents(finished.disk) == finished.before
     assert "2 of 2 trials" in finished.run.stdout
-    assert "8 trials: 2 blocks x 2 targets x wait=return and wait=durable" in finished.run.stdout
+    assert "8 trials: 2 blocks x 2 targets x trainer x wait=return and wait=durable" in finished.run.stdout
     study = load_study(finished.folder)
     assert list(study.trials.status) == ["complete"] * 8
     assert study.targets == ["disk 1.ü", "nas"]
@@ -166,7 +166,7 @@ def test_a_failing_target_costs_its_own_trials_only(tmp_path, command):
     run = execute(command(*targets, "--out", str(folder), "--set", "save_limit_s=2"))
     assert run.returncode == 1, run.stdout + run.stderr
     reason = "the save at step 2 passed its limit of save_limit_s=2 s"
-    assert f"block 1 slow wait=durable: FAILED: {reason}" in run.stdout
+    assert f"block 1: slow, trainer, wait=durable: FAILED: {reason}" in run.stdout
     assert "wait=durable: 1 of 1 trials" in run.stdout and "wait=durable: 0 of 1 trials" in run.stdout
     page = (folder / "report" / "index.html").read_text()
     assert reason in page
@@ -186,11 +186,11 @@ def test_a_study_that_measured_nothing_is_refused_with_its_own_message(finished,
 def test_a_damaged_file_costs_its_trial_and_is_named(finished, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(finished.folder, folder)
-    (folder / "trials" / "b01-a1-nas-return" / "trial.json").write_text("")
-    (folder / "trials" / "b02-a1-nas-return" / "spans.parquet").unlink()
+    (folder / "trials" / "b01-a1-return-trainer--nas" / "trial.json").write_text("")
+    (folder / "trials" / "b02-a1-return-trainer--nas" / "spans.parquet").unlink()
     trials = load_study(folder).trials.set_index("trial")
-    assert "trial.json is damaged" in trials.loc["b01-a1-nas-return"].reason
-    assert trials.loc["b02-a1-nas-return"].reason == "its spans.parquet is gone"
+    assert "trial.json is damaged" in trials.loc["b01-a1-return-trainer--nas"].reason
+    assert trials.loc["b02-a1-return-trainer--nas"].reason == "its spans.parquet is gone"
     assert list(trials.status).count("complete") == 6
     (folder / "study.json").write_text("{bad")
     run = execute([sys.executable, "-m", "stallbench", "report", str(folder)])
@@ -207,7 +207,7 @@ def test_one_directory_twice_renders_as_a_control_and_paths_stay_if_asked(tmp_pa
     assert run.returncode == 0, run.stdout + run.stderr
     assert "A/A control: a and b are one storage." in run.stdout
     assert json.loads((folder / "study.json").read_text())["targets"][0]["path"] == str(tmp_path / "disk")
-    assert str(tmp_path / "disk") in (folder / "trials" / "b01-a1-a-durable" / "notebook.ipynb").read_text()
+    assert str(tmp_path / "disk") in (folder / "trials" / "b01-a1-durable-trainer--a" / "notebook.ipynb").read_text()
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,7 @@ def test_the_file_below_a_loop_device_is_made_cold_too(tmp_path, tiny):
         }  # fmt: skip
         assert resident_pages(image) < 100  # the mounted file system reads a few of its own
         trial.restore()
+        trial.control()
         trial.finish()
     finally:
         subprocess.run(["umount", "--lazy", str(mount)], check=True)
