@@ -182,7 +182,10 @@ class Checkpointer:
     def _delete_old(self, step: int) -> None:
         if self._keep is None:
             return
-        for folder in commit.complete_checkpoints(self.parent)[: -self._keep]:
+        # An abandoned run may have left later steps, so that the newest is not the one of the highest step.
+        others = [folder for folder in commit.complete_checkpoints(self.parent) if commit.step_of(folder) != step]
+        others.sort(key=lambda folder: (folder / commit.MANIFEST).stat().st_mtime_ns)
+        for folder in others[: max(0, len(others) - self._keep + 1)]:
             bytes_, files = tree_size(folder)
             with self.timeline.span("delete", step=step, size_bytes=bytes_, files=files):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -28,7 +28,7 @@ def partial_folder(final: Path, rename: bool) -> Path:
 
 def open_partial(folder: Path) -> None:
     """Make the folder afresh."""
-    shutil.rmtree(folder, ignore_errors=True)
+    _clear(folder)
     folder.mkdir(parents=True)
 
 
@@ -55,12 +55,20 @@ def publish(partial: Path, final: Path) -> None:
     if partial == final:
         return
     replaced = final.with_name(f".{final.name}{_REPLACED}")
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists() or final.is_symlink():
+        _clear(replaced)
         final.rename(replaced)
     partial.rename(final)
     sync_file(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _clear(replaced)
+
+
+def _clear(path: Path) -> None:
+    """Remove a folder; of a link the link only."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def manifest(folder: Path) -> dict | None:
@@ -68,7 +76,7 @@ def manifest(folder: Path) -> dict | None:
     try:
         found = json.loads((folder / MANIFEST).read_text())
         whole = all(os.stat(folder / name).st_size == size for name, size in found["files"].items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # whatever somebody else's file may hold
         return None
     return found if whole else None
 

@@ -260,13 +260,18 @@ def _header(descriptor: int, buffer: mmap.mmap, name: str) -> tuple[list[tuple],
         if begin > BLOCK_BYTES:  # tens of thousands of tensors
             buffer = _aligned(min(begin, os.fstat(descriptor).st_size))
             _fill_block(descriptor, buffer, 0, len(buffer))
-        return [
-            (key, _DTYPES[entry["dtype"]], entry["shape"], *(begin + offset for offset in entry["data_offsets"]))
-            for key, entry in json.loads(buffer[8:begin]).items()
-            if key != "__metadata__"
-        ], begin
-    except (ValueError, KeyError, TypeError) as error:
+        entries = json.loads(buffer[8:begin])
+        entries.pop("__metadata__", None)
+        return [(key, *_entry(entry, begin)) for key, entry in entries.items()], begin
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{name} is no whole safetensors file ({type(error).__name__})") from error
+
+
+def _entry(entry: dict, data_begin: int) -> tuple[torch.dtype, list[int], int, int]:
+    first, last = entry["data_offsets"]
+    if not all(isinstance(number, int) and number >= 0 for number in (first, last, *entry["shape"])):
+        raise ValueError("an offset or a shape is no whole number")
+    return _DTYPES[entry["dtype"]], entry["shape"], data_begin + first, data_begin + last
 
 
 def place(name: str, dtype: torch.dtype, shape: list[int], into: Mapping[str, torch.Tensor]) -> torch.Tensor:

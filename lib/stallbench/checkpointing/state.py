@@ -34,17 +34,25 @@ def flatten(state: Any) -> Tensors:
     CheckpointError
         If something else than tensors, numbers, strings and None stands in the state; names the place.
     """
-    tensors: Tensors = {}
+    tensors: Tensors = {TREE: torch.empty(0)}  # takes its name first
     seen: dict[tuple, str] = {}
+
+    def store(tensor: torch.Tensor, path: str) -> str:
+        same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        if tensor.numel() and same in seen:
+            return seen[same]
+        while path in tensors:  # another place whose path reads the same
+            path += "'"
+        tensors[path] = tensor
+        return seen.setdefault(same, path)
 
     def strip(value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor):
-            value = value.detach()
-            same = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.device)
-            name = seen.setdefault(same, path) if value.numel() else path
-            tensors.setdefault(name, value)
-            return {_TENSOR: name}
+            return {_TENSOR: store(value.detach(), path)}
         if isinstance(value, Mapping):
+            for key in value:
+                if not (key is None or isinstance(key, bool | int | float | str)):
+                    raise CheckpointError(f"{path} has a key {key!r}, which no method here can save")
             plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
             items = [(key, strip(inner, f"{path}.{key}" if path else str(key))) for key, inner in value.items()]
             return dict(items) if plain else {_PAIRS: items}
