@@ -264,10 +264,28 @@ class StudyConfig(Workload):
             raise ValueError("each may be named once")
         return names
 
+    @model_validator(mode="after")
+    def _some_condition(self) -> Self:
+        idle = [method for method in self.methods if method not in {method for method, _ in self.conditions}]
+        if idle:
+            raise ValueError(
+                f"method={idle[0]!r} saves beside training, which waits={','.join(self.waits)} rules out; add wait=return"
+            )
+        return self
+
+    @property
+    def conditions(self) -> list[tuple[Method, Wait]]:
+        """Methods and wait rules that are run together.
+
+        An asynchronous save that training waits for is none: its durable time is measured with ``wait=return``.
+        """
+        pairs = [(method, wait) for method in self.methods for wait in self.waits]
+        return [(method, wait) for method, wait in pairs if wait == "return" or method not in ASYNCHRONOUS]
+
     @property
     def trials(self) -> int:
         """Trials of the whole study."""
-        return self.blocks * len(self.targets) * len(self.methods) * len(self.waits)
+        return self.blocks * len(self.targets) * len(self.conditions)
 
 
 DEFAULT_DISK = ROOT / ".target"

@@ -2,7 +2,6 @@
 
 import fcntl
 import hashlib
-import itertools
 import os
 import shlex
 import shutil
@@ -66,8 +65,7 @@ def plan(config: StudyConfig) -> list[list[PlannedTrial]]:
     draw = np.random.default_rng(config.seed)
     blocks = []
     for block in range(1, config.blocks + 1):
-        conditions = itertools.product(config.targets, config.methods, config.waits)
-        trials = [PlannedTrial(block, *condition) for condition in conditions]
+        trials = [PlannedTrial(block, target, *pair) for target in config.targets for pair in config.conditions]
         blocks.append([trials[index] for index in draw.permutation(len(trials))])
     return blocks
 
@@ -89,8 +87,7 @@ def preview(config: StudyConfig) -> Preview:
     ConfigError
         If a target can't serve.
     """
-    conditions = list(itertools.product(config.methods, config.waits))
-    needed_bytes = max(workload.planned_bytes(config, method, wait) or 0 for method, wait in conditions)
+    needed_bytes = max(workload.planned_bytes(config, method, wait) or 0 for method, wait in config.conditions)
     warnings = targets.check(config.targets, needed_bytes, config.control)
     for method in config.methods:
         workload.check_memory(method, config.model)
@@ -106,11 +103,11 @@ def preview(config: StudyConfig) -> Preview:
     one_save = {method: workload.checkpoint_bytes(config.model, method) for method in config.methods}
     saves = config.planned_saves
     known = saves is not None and None not in one_save.values()
-    written_bytes = sum(one_save[method] for method, _ in conditions) * saves * config.blocks if known else None
+    written_bytes = sum(one_save[method] for method, _ in config.conditions) * saves * config.blocks if known else None
     seconds = sum(
         _guess_s(config, target, saves or 1, one_save[method] or 0)
         for target in config.targets
-        for method, _ in conditions
+        for method, _ in config.conditions
     )
     return Preview(written_bytes, seconds * config.blocks, warnings)
 

@@ -4,6 +4,7 @@ import pandas as pd
 
 from stallbench import analysis, matrix, trust
 from stallbench.analysis import compare, compared_with, duration, percent, seconds
+from stallbench.config import ASYNCHRONOUS
 from stallbench.models import Schedule, compounding, drive_wear, worked_example
 from stallbench.results import Study
 from stallbench.stats import mean_interval
@@ -43,6 +44,7 @@ def matrix_table(study: Study, wait: str) -> pd.DataFrame:
             for name in measures
         ]
         for method in study.methods
+        if wait == "return" or method not in ASYNCHRONOUS
     }
     columns = pd.MultiIndex.from_product([[called(study, target) for target in study.targets], list(measures)])
     return pd.DataFrame.from_dict(rows, orient="index", columns=columns)

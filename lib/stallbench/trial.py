@@ -220,7 +220,7 @@ class Trial:
         saves = [span.size_bytes for span in self.timeline.spans if span.kind == "save"]
         if self.workspace.device is None:  # an emulated device's bytes lie in memory already
             memory_saves(trainer, self.config, self.timeline, max(saves))
-        if self.config.method in ASYNCHRONOUS and self.config.wait == "return":
+        if self.config.method in ASYNCHRONOUS:
             steps = [span.duration_s for span in self.timeline.spans if span.kind == "step" and not span.warmup]
             mock_steps(trainer, trainer.checkpointer, self.timeline, sum(steps) / len(steps))
         self._close_checkpointer(trainer)

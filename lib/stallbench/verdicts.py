@@ -16,6 +16,7 @@ from stallbench.analysis import (
     seconds,
     training_phase,
 )
+from stallbench.config import ASYNCHRONOUS
 from stallbench.matrix import given_back
 from stallbench.models import Schedule, worked_example
 from stallbench.results import Study
@@ -301,6 +302,8 @@ def summary_lines(study: Study) -> list[str]:
                 table[(table.target == target) & (table.method == method) & (table.wait == wait)]
                 for table in (current, events)
             )
+            if wait == "durable" and method in ASYNCHRONOUS:  # no condition of a study
+                continue
             succeeded = int((trials.status == "complete").sum())
             stall = f"mean stall {own.stall_s.mean():.3g} s, worst {own.stall_s.max():.3g} s, {len(own)} saves"
             stall = stall if len(own) else "no save was measured"
