@@ -768,7 +768,7 @@ def test_the_tensors_of_a_header_may_stand_in_any_order(tmp_path):
 
 def test_a_dtype_that_the_file_cannot_hold_is_refused_and_nothing_is_left(make, parent):
     checkpointer = make("fast")
-    with pytest.raises(CheckpointError, match="wave has dtype torch.complex128"):
+    with pytest.raises(CheckpointError, match=r"wave has dtype torch\.complex128"):
         save(checkpointer, state={"wave": torch.zeros(3, dtype=torch.complex128)})
     assert names(parent) == []
     assert_same(load(save(checkpointer)), make_state())

@@ -204,11 +204,11 @@ def control_row(saves: pd.DataFrame, rng: np.random.Generator) -> dict[str, Any]
 
 
 def _row(
-    saves: pd.DataFrame, share: str, stated: float, noise: str, hits: Sequence[bool], required: bool
+    saves: pd.DataFrame, counted: str, stated: float, noise: str, hits: Sequence[bool], required: bool
 ) -> dict[str, Any]:
-    shares = validation._share("coverage", []) | validation._share("false_alarms", [])
-    shares |= validation._share(share, hits)
-    passed = bool(shares[f"{share}_low"] <= stated <= shares[f"{share}_high"])
+    shares = validation.share("coverage", []) | validation.share("false_alarms", [])
+    shares |= validation.share(counted, hits)
+    passed = bool(shares[f"{counted}_low"] <= stated <= shares[f"{counted}_high"])
     label = {"method": "paired t", "noise": noise, "blocks": saves.block.nunique(), "studies": len(hits)}
     return label | shares | {"passed": passed, "required": required}
 

@@ -224,7 +224,10 @@ def validate(
         Path | None, typer.Option(help="A study's folder: keep the table there, and its report shows it.")
     ] = None,
 ) -> None:
-    """Check the statistics on synthetic studies whose truth is known; exit 1 if a goal is missed."""
+    """Check the statistics on studies whose truth is known, synthetic and real ones; exit 1 if a goal is missed."""
+    import pandas as pd
+
+    from stallbench.calibration import real_coverage
     from stallbench.results import VALIDATION, load_study, write_json
     from stallbench.validation import coverage_table
 
@@ -232,10 +235,13 @@ def validate(
         folder = load_study(study).folder if study else None
     except ConfigError as error:
         raise _refuse(error) from None
-    table = coverage_table()
+    real = real_coverage()
+    table = pd.concat([coverage_table(), pd.DataFrame(real.rows)], ignore_index=True)
     print(table.to_string(index=False))
+    print("\nreal studies:", ", ".join(f"{name} {value:.4g}" for name, value in real.doubts.items()))
     if folder:
-        write_json(folder / VALIDATION, {"rows": json.loads(table.to_json(orient="records"))})
+        rows = json.loads(table.to_json(orient="records"))
+        write_json(folder / VALIDATION, {"rows": rows, "doubts": real.doubts})
     if not table.passed[table.required].all():
         raise typer.Exit(FAILED)
 

@@ -269,7 +269,7 @@ class StudyConfig(Workload):
         idle = [method for method in self.methods if method not in {method for method, _ in self.conditions}]
         if idle:
             raise ValueError(
-                f"method={idle[0]!r} saves beside training, which waits={','.join(self.waits)} rules out; add wait=return"
+                f"method={idle[0]!r} saves beside training, which wait={self.waits[0]} rules out; add wait=return"
             )
         return self
 

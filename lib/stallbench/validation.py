@@ -190,13 +190,14 @@ def _bootstrap(means: Means, rng: np.random.Generator) -> pd.DataFrame:
 
 
 def _row(covered: Any, alarmed: Any) -> dict[str, Any]:
-    row: dict[str, Any] = _share("coverage", covered) | _share("false_alarms", alarmed)
+    row: dict[str, Any] = share("coverage", covered) | share("false_alarms", alarmed)
     limits = {"coverage": COVERAGE_LIMITS, "false_alarms": FALSE_ALARM_LIMITS}
     row["passed"] = all(low <= row[name] <= high for name, (low, high) in limits.items() if not np.isnan(row[name]))
     return row
 
 
-def _share(name: str, hits: Any) -> dict[str, float]:
+def share(name: str, hits: Any) -> dict[str, float]:
+    """Give the share of hits with its 95 % Wilson interval, ``_low`` and ``_high``; NaN if there is none to count."""
     if not len(hits):
         return dict.fromkeys((name, f"{name}_low", f"{name}_high"), float("nan"))
     result = scipy_stats.binomtest(int(np.sum(hits)), len(hits))

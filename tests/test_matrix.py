@@ -1,0 +1,219 @@
+"""The matrix, its floors and what saves take from steps, on a study whose every number is known."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from stallbench import analysis, matrix, present, tables, trust, verdicts
+from stallbench.config import ConfigError
+from stallbench.results import METHOD_VERSION, SCHEMA_VERSION, SPANS, load_study, slowest_rank, trial_id, write_json
+from stallbench.spans import Span
+
+BLOCKS = 3
+# Seconds of a save's phases by target and method; each block is this much slower than the one before.
+DRIFT = 1.01
+PHASES = {
+    ("disk", "trainer"): {"write": 0.4, "sync": 0.1},
+    ("nas", "trainer"): {"write": 1.6, "sync": 0.4},
+    ("disk", "fast-async"): {"snapshot": 0.02, "write": 0.15, "sync": 0.03},
+    ("nas", "fast-async"): {"snapshot": 0.02, "write": 1.4, "sync": 0.1},
+}
+STEP_S, BESIDE_S, MEMORY_S = 0.10, 0.12, 0.05
+
+
+class Spans:
+    """Append spans one after the other."""
+
+    def __init__(self) -> None:
+        self.rows: list[Span] = []
+        self.now_s = 0.0
+
+    def add(self, kind: str, length_s: float, **fields: object) -> Span:
+        span = Span(len(self.rows), kind, self.now_s, self.now_s + length_s, **fields)
+        self.rows.append(span)
+        self.now_s = span.end_s
+        return span
+
+    def write(self, path: Path) -> None:
+        pd.DataFrame([asdict(span) for span in self.rows]).to_parquet(path, index=False)
+
+
+def save(spans: Spans, step: int, phases: dict[str, float], wait: str, factor: float, asynchronous: bool) -> float:
+    """Add a save; gives how long it goes on beside training."""
+    begin_s = spans.now_s
+    outer = spans.add("save", 0, step=step, size_bytes=100_000_000, files=7)
+    call = spans.add("call", 0, step=step, parent=outer.id)
+    for kind, length_s in phases.items():
+        spans.add(kind, length_s * factor, step=step, parent=outer.id)
+    durable_s = spans.now_s
+    stall_s = phases["snapshot" if asynchronous else "write"] * factor
+    call.end_s = begin_s + stall_s
+    outer.end_s = call.end_s if wait == "return" else durable_s
+    spans.now_s = outer.end_s
+    return durable_s - outer.end_s
+
+
+def trial(folder: Path, target: str, method: str, wait: str, block: int) -> None:
+    factor, spans = DRIFT**block, Spans()
+    asynchronous = method == "fast-async"
+    spans.add("raw_write", 0.05, size_bytes=100_000_000)
+    for step in range(1, 7):
+        spans.add("step", STEP_S * factor, step=step)
+    background_s = save(spans, 6, PHASES[target, method], wait, factor, asynchronous)
+    steps = math.ceil(background_s / (BESIDE_S * factor)) if asynchronous else 0
+    for step in range(7, 7 + steps):
+        spans.add("step", BESIDE_S * factor, step=step)
+    spans.now_s = max(spans.now_s, spans.rows[-1].end_s) + 5
+    for part in ("weights", "optimizer"):
+        spans.add("restore", 0.2 * factor, part=part, cache_data="cold", cache_metadata="cold", cache_server="unknown")
+    if not asynchronous:
+        spans.add("memory_save", MEMORY_S * factor)
+    else:
+        for part, length_s in (("alone", 0.1), ("beside a save", 0.1)):
+            spans.add("mock_step", length_s, part=part)
+    name = trial_id(block, 1, target, method, wait)
+    (folder / "trials" / name).mkdir(parents=True)
+    spans.write(folder / "trials" / name / SPANS)
+    values = {"losses": [0.5, 0.25 / block], "began_utc": "2026-12-01T00:00:00+00:00", "wall_s": 60, "checks": {}}
+    write_json(folder / "trials" / name / "trial.json", values)
+
+
+def target(name: str) -> dict:
+    storage = {"words": "a made disk", "medium": "unknown", "file_system": "ext4", "options": []}
+    return {"name": name, "storage": storage, "fingerprint": name, "device": name}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    request = {
+        "schema_version": SCHEMA_VERSION, "method_version": METHOD_VERSION, "study_id": "made", "blocks": BLOCKS,
+        "targets": [target("disk"), target("nas")], "methods": ["trainer", "fast-async"], "command": "stallbench run",
+        "waits": ["return", "durable"], "warmup_saves": 3, "keep": 2, "model": "m", "dataset": "d", "created_utc": "",
+    }  # fmt: skip
+    for block in range(1, BLOCKS + 1):
+        for place, method in PHASES:
+            for wait in ("return", "durable"):
+                if wait == "return" or method == "trainer":
+                    trial(folder, place, method, wait, block)
+    write_json(folder / "study.json", request)
+    write_json(folder / "environment.json", {})
+    return load_study(folder)
+
+
+def mean(value: float) -> float:
+    return value * sum(DRIFT**block for block in range(1, BLOCKS + 1)) / BLOCKS
+
+
+def test_stall_and_durable_are_told_apart_in_every_cell(study):
+    stalls, durable = (matrix.cells(study, measure, "return") for measure in ("stall_s", "durable_s"))
+    assert stalls["trainer", "nas"].mean == pytest.approx(mean(1.6))
+    assert stalls["fast-async", "nas"].mean == pytest.approx(mean(0.02))
+    assert durable["trainer", "nas"].mean == pytest.approx(mean(2.0))
+    assert durable["fast-async", "disk"].mean == pytest.approx(mean(0.2))
+    assert set(matrix.cells(study, "stall_s", "durable")) == {("trainer", "disk"), ("trainer", "nas")}
+
+
+def test_what_storage_software_and_both_give_back_is_what_the_numbers_say(study):
+    found = matrix.given_back(study, "nas", "return")
+    assert (found.today, found.better) == ("trainer", "fast-async")
+    assert found.storage.ratio.time_saved == pytest.approx(1 - 0.4 / 1.6)
+    assert found.software.ratio.time_saved == pytest.approx(1 - 0.02 / 1.6)
+    assert found.both.ratio.time_saved == pytest.approx(1 - 0.02 / 1.6)
+    durable = matrix.given_back(study, "nas", "durable")
+    assert durable.software is None and durable.storage.ratio.time_saved == pytest.approx(0.75)
+    words = present.given_back_words(study, "nas")
+    assert "Faster storage, the same save on disk: " in words
+    assert "A better save on the same storage (fast-async on nas): " in words
+    assert "On nas as it is, a save by fast-async holds training up for" in verdicts.headline(study)
+
+
+def test_the_better_save_is_not_chosen_by_its_figures(study):
+    assert all(matrix.BETTER["return"].index(name) >= 0 for name in ("fast-async", "dcp-async", "staged"))
+    assert set(matrix.BETTER["durable"]) == {"fast", "safetensors", "torch", "dcp"}
+
+
+def test_no_storage_saves_more_than_what_isnt_memory(study):
+    floors = {(floor.method, floor.target): floor for floor in matrix.floors(study)}
+    assert set(floors) == {("trainer", "disk"), ("trainer", "nas")}
+    assert floors["trainer", "disk"].at_most.time_saved == pytest.approx(1 - MEMORY_S / 0.5)
+    assert floors["trainer", "nas"].at_most.time_saved == pytest.approx(1 - MEMORY_S / 2.0)
+
+
+def test_a_stall_that_only_moved_is_counted(study):
+    found = {one.target: one for one in matrix.beside_saves(study)}
+    nas = found["nas"]
+    assert nas.steps.ratio == pytest.approx(BESIDE_S / STEP_S)
+    assert nas.background_s == pytest.approx(mean(1.5))
+    assert nas.moved_s == pytest.approx(0.2 * mean(1.5))
+    assert nas.mock_steps.ratio == pytest.approx(1) and nas.mock_moved_s == pytest.approx(0, abs=1e-9)
+
+
+def test_the_phases_of_a_mean_save_add_up_to_its_durable_time(study):
+    phases = matrix.phase_means(study, "return")
+    sums = phases.groupby(["target", "method"]).mean_s.sum()
+    assert sums["nas", "fast-async"] == pytest.approx(mean(1.52))
+    assert sums["disk", "trainer"] == pytest.approx(mean(0.5))
+
+
+def test_trials_of_one_seed_must_reach_the_same_losses(study):
+    assert trust.determinism(study) == (BLOCKS, BLOCKS)
+    other = load_study(study.folder)
+    name = trial_id(2, 1, "nas", "trainer", "return")
+    other.details[name] = other.details[name] | {"losses": [0.5, 0.1250001]}
+    assert trust.determinism(other) == (BLOCKS, BLOCKS - 1)
+    assert "only 2 of them" in present.determinism_words(other)
+
+
+def test_noise_larger_than_the_effect_is_said_with_its_number_and_remedy(study):
+    assert trust.hidden_by_noise(study) == []
+    noisy = load_study(study.folder)
+    spans = noisy.spans.copy()
+    slower = (spans.target == "disk") & (spans.block == 2) & spans.kind.isin(["write", "sync"])
+    spans.loc[slower, "end_s"] += 20
+    object.__setattr__(noisy, "spans", spans)
+    [hidden] = trust.hidden_by_noise(noisy)
+    assert "no difference is shown" in hidden.words and f"--blocks {hidden.blocks_needed}" in hidden.words
+    assert hidden.blocks_needed > BLOCKS
+    assert hidden.words in list(present.warnings(noisy))
+
+
+def test_the_tables_of_the_page_hold_the_same_numbers(study):
+    table = tables.matrix_table(study, "return")
+    assert list(table.index) == ["trainer", "fast-async"] and table.shape == (2, 6)
+    assert table.loc["fast-async", ("nas", "stall")].startswith("20.")
+    durable = tables.matrix_table(study, "durable")
+    assert list(durable.index) == ["trainer"] and ("nas", "stall") not in durable.columns
+    assert "90" in tables.floors_table(study).loc["trainer on disk", "storage saves at most"]
+    assert tables.beside_table(study).loc["fast-async on nas", "moved, mock"] == "0.00 s"
+    share = analysis.share_of_limit(study)
+    assert share.raw_write_bytes_per_s["disk"] == pytest.approx(2e9)
+    assert share.share["disk"] == pytest.approx(100e6 / mean(0.5) / 2e9)
+
+
+def test_the_slowest_rank_counts_step_by_step():
+    def rank(*rows: tuple) -> pd.DataFrame:
+        return pd.DataFrame([asdict(Span(number, *row)) for number, row in enumerate(rows)])
+
+    first = rank(("step", 0, 1, "", 1), ("save", 1, 2, "", 1), ("sync", 2, 9, "", 1, 0, 0, 1), ("step", 9, 10, "", 2))
+    second = rank(("step", 0, 3, "", 1), ("save", 3, 5, "", 1), ("sync", 5, 6, "", 1, 0, 0, 1), ("step", 9, 9.5, "", 2))
+    joined = slowest_rank([first, second])
+    lengths = {(row.kind, row.step): row.end_s - row.start_s for row in joined.itertuples()}
+    assert lengths == {("step", 1): 3, ("save", 1): 1, ("sync", 1): 7, ("step", 2): 1}
+    [sync], [saved] = (joined[joined.kind == kind].itertuples() for kind in ("sync", "save"))
+    assert sync.parent == saved.id and joined.id.is_unique
+    assert slowest_rank([first]) is first
+
+
+def test_a_study_of_another_schema_is_refused(study, tmp_path):
+    import shutil
+
+    copy = tmp_path / "old"
+    shutil.copytree(study.folder, copy)
+    text = (copy / "study.json").read_text().replace(f'"schema_version": {SCHEMA_VERSION}', '"schema_version": 1')
+    (copy / "study.json").write_text(text)
+    with pytest.raises(ConfigError, match="has schema 1, this version reads 2; render it with the version that wrote"):
+        load_study(copy)
