@@ -22,6 +22,7 @@ MEASURES = {
     "returned_s": ("save, until the call returned", "return"),
     "durable_s": ("save, until its bytes were durable", "durable"),
     "stall_s": ("stall of a save", "return"),
+    "local_s": ("staged save, until durable on the local folder", "return"),
     "restore_s": ("cold restore", "durable"),
     "reload_s": ("cold reload of the data", "durable"),
     "delete_s": ("deletion of an old checkpoint", "durable"),
@@ -73,8 +74,15 @@ def measured(study: Study, measure: str, wait: str | None = None, method: str | 
 
 
 def condition(study: Study, preferred: str) -> str:
-    """Give the preferred wait rule if the study ran it, else the one it ran."""
-    return preferred if preferred in study.waits else study.waits[0]
+    """Give the preferred wait rule if the study's first method ran under it, else the one it ran under."""
+    waits = waits_of_first(study)
+    return preferred if preferred in waits else waits[0]
+
+
+def waits_of_first(study: Study) -> list[str]:
+    """Give the wait rules of the study's first method: an asynchronous one has no ``durable``."""
+    own = set(study.counted[study.counted.method == study.methods[0]].wait)
+    return [wait for wait in study.waits if wait in own]
 
 
 def block_means(
@@ -88,7 +96,7 @@ def block_means(
 def compared_with(study: Study) -> list[str]:
     """Give the targets that the first is compared with: those that share a completed block in each condition."""
     first, *others = study.targets
-    return [other for other in others if all(_shared(study, first, other, wait) for wait in study.waits)]
+    return [other for other in others if all(_shared(study, first, other, wait) for wait in waits_of_first(study))]
 
 
 def _shared(study: Study, first: str, other: str, wait: str) -> set[int]:

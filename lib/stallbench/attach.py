@@ -33,6 +33,7 @@ from stallbench.targets import Workspace
 from stallbench.training import Checkpointed
 
 _TARGET = "output_dir"
+_WRITE_EVERY_S = 60.0
 _WARMUP_STEPS = 2  # the first steps allocate and compile
 
 
@@ -71,7 +72,7 @@ def checkpoint(trainer: Trainer, method: str = "fast-async", wait: Wait = "retur
             workspace,
             folder,
             trainer.recorder.timeline,
-            local=Path(staging or tempfile.mkdtemp(prefix="stallbench-staging-")),
+            local=_staging(trainer, staging),
             wait=wait,
             keep=trainer.args.save_total_limit,
         )
@@ -80,6 +81,12 @@ def checkpoint(trainer: Trainer, method: str = "fast-async", wait: Wait = "retur
     add_layer(trainer, Checkpointed)
     if recorded:
         add_layer(trainer, Recorded)
+
+
+def _staging(trainer: Trainer, folder: str) -> Path:
+    """Make a folder for local copies that goes when the Trainer does."""
+    trainer.staging = tempfile.TemporaryDirectory(prefix="stallbench-staging-", dir=folder or None)
+    return Path(trainer.staging.name)
 
 
 def _require_plain(trainer: Trainer, method: str) -> None:
@@ -183,10 +190,12 @@ class _Writer(TrainerCallback):
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         self._trainer, self._folder = trainer, folder
         self._began_s, self._began_utc = time.monotonic(), datetime.now(UTC)
+        self._written_s = 0.0
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write what there is."""
-        self._write(args)
+        """Write what there is, but not so often that a long training would feel it."""
+        if time.monotonic() - self._written_s > _WRITE_EVERY_S:
+            self._write(args)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wait until the last save is durable, and write all."""
@@ -197,6 +206,7 @@ class _Writer(TrainerCallback):
         self._write(args)
 
     def _write(self, args: TrainingArguments) -> None:
+        self._written_s = time.monotonic()
         frame = self._trainer.recorder.timeline.frame()
         frame = frame[frame.end_s.notna()]
         saves = frame[frame.kind == "save"].id

@@ -157,7 +157,7 @@ def events_caption(study: Study) -> str:
 def training_phase_words(study: Study, other: str) -> str:
     """Answer the question whether training takes as long on both targets, for each wait rule."""
     lines = []
-    for wait in study.waits:
+    for wait in analysis.waits_of_first(study):
         test = analysis.training_phase(study, other, wait)
         change = percent(test.ratio - 1, test.low_95 - 1, test.high_95 - 1)
         answer = {
@@ -180,7 +180,15 @@ def matrix_caption(study: Study, wait: str) -> str:
     }[wait]
     blocks = study.counted[study.counted.wait == wait].block.nunique()
     methods = "; ".join(f"{method}: {METHODS[method]}" for method in study.methods)
-    return f"wait={wait}: {rule}. Means over {blocks} blocks with their 95 % interval. {methods}."
+    text = f"wait={wait}: {rule}. Means over {blocks} blocks with their 95 % interval. {methods}."
+    return f"{text} {_staged_words(study)}" if wait == "return" and "staged" in study.methods else text
+
+
+def _staged_words(study: Study) -> str:
+    """Say when staged saves are durable on the local folder, which is not the target."""
+    local = matrix.cells(study, "local_s", "return")
+    places = [f"{seconds(when)} beside {target}" for (method, target), when in local.items() if method == "staged"]
+    return f"A staged save is durable on its local folder first: after {', '.join(places)}."
 
 
 def given_back_words(study: Study, other: str) -> str:
@@ -275,6 +283,24 @@ def determinism_words(study: Study) -> str:
         "all of them, bit for bit" if equal == groups else f"only {equal} of them: the others are not deterministic"
     )
     return f"In {groups} groups of trials with one seed, the losses of all steps are compared: they agree in {answer}."
+
+
+def controls_html(study: Study) -> str:
+    """Write the study's own A/A controls: how many found a difference where there is none."""
+    table = trust.controls(study)
+    if table.empty:
+        return "<p>None: they need trials under both wait rules, and two blocks.</p>"
+    found = f"{int(table.alarm.sum())} of {len(table)} found a difference; about 5 % would by chance."
+    shown = pd.DataFrame(
+        {
+            "what": table.what,
+            "target": table.target,
+            "method": table.method,
+            "difference": [percent(*row) for row in zip(table.difference, table.low, table.high, strict=True)],
+            "false alarm": table.alarm.map({True: "yes", False: "no"}),
+        }
+    )
+    return f"<p>{found}</p><details><summary>each control</summary>{table_html(shown, index=False)}</details>"
 
 
 def bench_html(study: Study) -> str:

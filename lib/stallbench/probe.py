@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from stallbench.pagecache import sync_file
+from stallbench.pagecache import reserve, sync_file
 from stallbench.spans import Timeline
 from stallbench.targets import Workspace
 
@@ -126,8 +126,8 @@ class Prober:
         try:
             if kind == "raw_random":
                 return self._random_reads(descriptor)
-            if flags & os.O_CREAT and hasattr(os, "posix_fallocate"):  # as fio does, before its clock runs
-                os.posix_fallocate(descriptor, 0, SIZE_BYTES)
+            if flags & os.O_CREAT:
+                reserve(descriptor, SIZE_BYTES)  # as fio does, before its clock runs
             begin_s = time.perf_counter()
             if kind == "raw_buffered":  # one writer, as a saving program is
                 for at in range(0, SIZE_BYTES, BLOCK_BYTES):

@@ -20,7 +20,7 @@ KINDS = (
 )  # fmt: skip
 
 
-@dataclass
+@dataclass(slots=True)
 class Span:
     """One stretch of time of a trial; times in seconds since the trial began, on the monotonic clock."""
 

@@ -1,13 +1,15 @@
 """How far a study's own figures can be trusted: its determinism, its machine's noise, and what the noise hides."""
 
+import itertools
 import math
 from dataclasses import dataclass
 
 import pandas as pd
 from scipy import stats as scipy_stats
 
-from stallbench.analysis import Comparison, compare, compared_with, percent
+from stallbench.analysis import MEASURES, Comparison, Condition, block_means, compare, compared_with, percent
 from stallbench.results import TRIAL_KEYS, Study
+from stallbench.stats import paired_ratio
 
 
 def determinism(study: Study) -> tuple[int, int]:
@@ -22,6 +24,32 @@ def determinism(study: Study) -> tuple[int, int]:
         if losses := study.details[row.trial]["losses"]:  # a watched training keeps none
             groups.setdefault(key, set()).add(tuple(losses))
     return len(groups), sum(len(losses) == 1 for losses in groups.values())
+
+
+def controls(study: Study) -> pd.DataFrame:
+    """Compare what ought to be alike: restores and reloads under both wait rules, which they know nothing of.
+
+    A study's own A/A controls: same target, same method, trials of the same block. About 5 % of them ought to be false
+    alarms.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row a control: ``what``, ``target``, ``method``, ``difference`` with ``low`` and ``high`` (relative, without
+        unit), ``blocks``, ``alarm``.
+    """
+    rows = []
+    both = {"return", "durable"} <= set(study.waits)
+    cells = itertools.product(study.targets, study.methods, ("restore_s", "reload_s")) if both else ()
+    for target, method, measure in cells:
+        pair = [Condition(target, method, wait) for wait in ("return", "durable")]
+        means = [block_means(study, measure, one.target, one.wait, one.method) for one in pair]
+        if len(means[0].index.intersection(means[1].index)) > 1:
+            ratio = paired_ratio(*means)
+            row = {"what": MEASURES[measure][0], "target": target, "method": method, "difference": ratio.ratio - 1}
+            row |= {"low": ratio.low - 1, "high": ratio.high - 1, "blocks": ratio.blocks}
+            rows.append(row | {"alarm": not ratio.low <= 1 <= ratio.high})
+    return pd.DataFrame(rows)
 
 
 def noise(study: Study) -> pd.DataFrame:

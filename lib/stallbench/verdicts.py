@@ -15,6 +15,7 @@ from stallbench.analysis import (
     percent,
     seconds,
     training_phase,
+    waits_of_first,
 )
 from stallbench.config import ASYNCHRONOUS
 from stallbench.matrix import given_back
@@ -76,7 +77,7 @@ def _on_this_storage(study: Study, other: str, verdict: str, figure: str) -> Jud
 
 def _training_phase(study: Study, other: str) -> Judgement:
     verdicts, figures = [], []
-    for wait in study.waits:
+    for wait in waits_of_first(study):
         test = training_phase(study, other, wait)
         verdicts.append({"equivalent": REPRODUCED, "different": NOT_REPRODUCED}.get(test.verdict, UNDECIDED))
         change = percent(test.ratio - 1, test.low_95 - 1, test.high_95 - 1)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from stallbench.checkpointing.state import CheckpointError, Tensors
+from stallbench.pagecache import reserve
 
 # Four requests of 4 MiB in flight reach the rate of a deeper queue on every disk tried; more only cost memory.
 BLOCK_BYTES, THREADS = 4 << 20, 4
@@ -158,20 +159,18 @@ def _image(size_bytes: int) -> torch.Tensor:
     return torch.frombuffer(_aligned(size_bytes), dtype=torch.uint8)
 
 
-def _open_direct(path: Path, flags: int) -> int:
-    """Open past the page cache, or through it where the file system can't do otherwise."""
-    try:
-        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
-    except OSError as error:
-        if error.errno not in _NO_DIRECT:
-            raise
-        return os.open(path, flags, 0o644)
+def _open(path: Path, flags: int, direct: bool) -> int:
+    return os.open(path, flags | (getattr(os, "O_DIRECT", 0) if direct else 0), 0o644)
 
 
-def _write_blocks(path: Path, size_bytes: int, fill: Callable[[int, int, int], memoryview]) -> None:
-    descriptor = _open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+def _write_blocks(
+    path: Path, size_bytes: int, fill: Callable[[int, int, int], memoryview], direct: bool = True
+) -> None:
+    """Write past the page cache, or through it where the file system can't do otherwise."""
+    descriptor = None
     try:
-        _reserve(descriptor, _padded(size_bytes))
+        descriptor = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct)
+        reserve(descriptor, _padded(size_bytes))
 
         def work(worker: int, begin: int) -> None:
             end = min(begin + BLOCK_BYTES, size_bytes)
@@ -182,17 +181,15 @@ def _write_blocks(path: Path, size_bytes: int, fill: Callable[[int, int, int], m
 
         _in_parallel(range(0, size_bytes, BLOCK_BYTES), work)
         os.ftruncate(descriptor, size_bytes)  # direct writes come in whole blocks
-    finally:
-        os.close(descriptor)
-
-
-def _reserve(descriptor: int, size_bytes: int) -> None:
-    """Ask for the room at once: a full disk shows before the first byte, and the file lies in one piece."""
-    try:
-        os.posix_fallocate(descriptor, 0, size_bytes)
-    except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in _NO_DIRECT:
+    except OSError as error:
+        if not direct or error.errno not in _NO_DIRECT:
             raise
+        if descriptor is not None:
+            path.unlink()
+        _write_blocks(path, size_bytes, fill, direct=False)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def read(path: Path, into: Mapping[str, torch.Tensor] | None = None) -> Tensors:
@@ -211,14 +208,23 @@ def read(path: Path, into: Mapping[str, torch.Tensor] | None = None) -> Tensors:
     CheckpointError
         If the file is shorter than its header says, or no safetensors file.
     """
+    try:
+        return _read_blocks(path, into or {}, direct=True)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT:
+            raise
+        return _read_blocks(path, into or {}, direct=False)
+
+
+def _read_blocks(path: Path, into: Mapping[str, torch.Tensor], direct: bool) -> Tensors:
     size_bytes = path.stat().st_size
-    descriptor = _open_direct(path, os.O_RDONLY)
+    descriptor = _open(path, os.O_RDONLY, direct)
     try:
         buffers = [_aligned(BLOCK_BYTES) for _ in range(THREADS)]
         entries, data_begin = _header(descriptor, buffers[0], path.name)
         tensors, pieces = {}, []
         for name, dtype, shape, begin, end in entries:
-            tensors[name] = place(name, dtype, shape, into or {})
+            tensors[name] = place(name, dtype, shape, into)
             if end > size_bytes or end - begin != tensors[name].nbytes:
                 raise CheckpointError(f"{path.name} is {size_bytes} bytes long, its header speaks of {end}")
             if end > begin:
