@@ -32,6 +32,7 @@ def make(tmp_path, tiny_model, tiny_data):
         set_seed(0)
         values = {"max_steps": 8, "save_steps": 2, "save_total_limit": 2, "per_device_train_batch_size": 2, "seed": 0}
         values |= {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no"}
+        values |= {"lr_scheduler_type": "constant"}  # else its length would change each step
         return Trainer(
             model=AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=2),
             args=TrainingArguments(str(tmp_path / name), **values | arguments),
@@ -49,6 +50,7 @@ def test_a_watched_training_is_recorded_and_otherwise_as_it_was(make, tmp_path):
     plain, watched = make("plain"), make("watched")
     stallbench.watch(watched, out=tmp_path / "study")
     for trainer in (plain, watched):
+        set_seed(0)
         trainer.train()
     assert fingerprint(watched) == fingerprint(plain)
     assert checkpoints(watched) == checkpoints(plain) == ["checkpoint-6", "checkpoint-8"]
@@ -68,13 +70,64 @@ def test_a_second_run_adds_a_block_and_another_study_is_not_touched(make, tmp_pa
     assert sorted(study.counted.block) == [1, 2] and study.request["blocks"] == 2
     other = make("three")
     stallbench.checkpoint(other, method="fast")
-    with pytest.raises(ConfigError, match="holds another study; name a fresh folder"):
-        stallbench.watch(other, out=tmp_path / "study")
+    stallbench.watch(other, out=tmp_path / "study")
+    with pytest.warns(UserWarning, match="not recorded: out='study' holds saves by another method"):
+        other.train()
+    assert other.state.global_step == 8 and len(load_study(tmp_path / "study").counted) == 2
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("do not touch")
+    with pytest.raises(ConfigError, match="holds another study, or something else; name a fresh folder"):
+        stallbench.watch(make("four"), out=tmp_path / "mine")
+
+
+def test_what_fails_in_the_recording_costs_no_training(make, tmp_path, monkeypatch):
+    trainer = make()
+    stallbench.watch(trainer, out=tmp_path / "study")
+
+    def broken(folder: Path) -> None:
+        raise FileNotFoundError("deleted by the Trainer meanwhile")
+
+    monkeypatch.setattr("stallbench.recording.sync_tree", broken)
+    with pytest.warns(UserWarning, match="a save has no durable time: deleted by the Trainer meanwhile"):
+        trainer.train()
+    events = load_study(tmp_path / "study").events
+    assert len(events) == 4 and events.durable_s.isna().all() and events.returned_s.notna().all()
+
+
+def test_files_that_a_callback_puts_into_the_checkpoint_stay(make):
+    from transformers import TrainerCallback
+
+    class Adapter(TrainerCallback):
+        def on_save(self, args, state, control, **_) -> None:
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            folder.mkdir(exist_ok=True)
+            (folder / "adapter.txt").write_text(str(state.global_step))
+
+    trainer = make()
+    stallbench.checkpoint(trainer, method="fast-async")
+    trainer.add_callback(Adapter())
+    trainer.train()
+    folder = Path(trainer.args.output_dir, "checkpoint-8")
+    assert (folder / "adapter.txt").read_text() == "8" and commit.manifest(folder)
+
+
+def test_two_trainings_of_one_trainer_are_two_blocks(make, tmp_path):
+    trainer = make()
+    stallbench.watch(trainer, out=tmp_path / "study")
+    trainer.train()
+    trainer.args.max_steps = 12
+    trainer.train(resume_from_checkpoint=True)
+    study = load_study(tmp_path / "study")
+    steps = study.spans[study.spans.kind == "step"]
+    assert list(steps[steps.block == 1].step) == list(range(1, 9))
+    assert list(steps[steps.block == 2].step) == [9, 10, 11, 12]
+    assert list(steps[steps.block == 2].warmup) == [True, True, False, False]
 
 
 @pytest.mark.parametrize("order", ["checkpoint first", "watch first"])
 def test_a_method_of_ours_saves_keeps_and_resumes_as_the_trainer_would(make, tmp_path, order):
     unbroken = make("unbroken")
+    set_seed(0)
     unbroken.train()
     broken = make("broken", max_steps=4)
     attach = [
@@ -83,6 +136,7 @@ def test_a_method_of_ours_saves_keeps_and_resumes_as_the_trainer_would(make, tmp
     ]
     for call in attach if order == "checkpoint first" else attach[::-1]:
         call()
+    set_seed(0)
     broken.train()
     assert checkpoints(broken) == ["checkpoint-2", "checkpoint-4"]
     assert all(commit.manifest(Path(broken.args.output_dir, name)) for name in checkpoints(broken))
@@ -105,6 +159,7 @@ def test_a_method_of_ours_saves_keeps_and_resumes_as_the_trainer_would(make, tmp
         ("turbo", {}, "method='turbo' is unknown here; known are: torch, safetensors"),
         ("trainer", {}, "method='trainer' is unknown here"),
         ("fast", {"save_only_model": True}, "method='fast' can't serve save_only_model"),
+        ("fast", {"metric_for_best_model": "loss"}, "method='fast' can't serve metric_for_best_model"),
         (
             "fast",
             {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2},
@@ -120,6 +175,17 @@ def test_what_a_method_cannot_serve_is_refused_before_training(make, method, arg
         trainer = make(**arguments)
     with pytest.raises(ConfigError, match=words):
         stallbench.checkpoint(trainer, method=method)
+
+
+def test_a_trainer_class_with_saves_of_its_own_is_refused(make):
+    class Special(Trainer):
+        def _save_checkpoint(self, model, trial) -> None:
+            super()._save_checkpoint(model, trial)
+
+    trainer = make()
+    trainer.__class__ = Special
+    with pytest.raises(ConfigError, match="a Trainer class with saves or restores of its own"):
+        stallbench.checkpoint(trainer, method="fast")
 
 
 def test_a_second_method_on_one_trainer_is_refused(make):

@@ -1,8 +1,12 @@
 """Saves of a full state by every method, on real files: what comes back, when, and under which names."""
 
+import errno
+import fcntl
 import math
 import os
 import shutil
+import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +22,7 @@ from stallbench.checkpointing import commit, direct
 from stallbench.checkpointing.checkpointer import Checkpointer, load
 from stallbench.checkpointing.state import TREE, CheckpointError, flatten, size_bytes, unflatten
 from stallbench.config import AS_SHIPPED, EMULATED, METHODS, Target
-from stallbench.emulated import Device, parse_profile
+from stallbench.emulated import Device, default_folder, parse_profile
 from stallbench.spans import Span, Timeline
 from stallbench.targets import Storage, Workspace
 
@@ -46,6 +50,8 @@ def make_state(seed: int = 0, elements: int = 200_000) -> dict[str, Any]:
             "empty": torch.empty(0, 3),
             "transposed": large.T,
             "sliced": large[3:5, 1:7],
+            "rows": large[:10],
+            "row": large[-1],
         },
         "optimizer": {"state": {0: {"step": torch.tensor(4.0)}, 1: {}}, "param_groups": [{"betas": (0.9, 0.999)}]},
         "scaler": None,
@@ -185,7 +191,7 @@ def test_a_tied_tensor_is_stored_once_and_comes_back_under_both_names():
 
 
 def test_empty_tensors_and_other_views_of_one_memory_are_no_tied_tensors():
-    memory = torch.arange(12.0).reshape(3, 4)
+    memory = torch.arange(16.0).reshape(4, 4)
     state = {
         "all": memory,
         "turned": memory.T,
@@ -456,7 +462,7 @@ def events(monkeypatch) -> list[tuple[str, str]]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
-@pytest.mark.parametrize("method", ALL)
+@pytest.mark.parametrize("method", QUICK)
 def test_every_file_and_folder_is_on_stable_storage_before_the_name_and_the_name_before_it_is_told(
     make, parent, events, method
 ):
@@ -514,7 +520,7 @@ def test_saving_the_same_step_again_replaces_it(make, parent, method, file_syste
     assert names(parent) == [f"checkpoint-{STEP}"]
 
 
-@pytest.mark.parametrize("method", QUICK)
+@pytest.mark.parametrize("method", ["torch", "dcp", "fast"])
 @pytest.mark.parametrize("damage", ["missing", "shorter", "longer", "no manifest", "broken manifest"])
 def test_a_damaged_checkpoint_is_not_complete_and_not_picked(make, parent, method, damage):
     checkpointer = make(method)
@@ -608,6 +614,17 @@ def test_a_link_at_a_checkpoints_name_is_replaced_and_what_it_points_to_stays(ma
     assert contents(elsewhere) == {"thesis.txt": b"do not touch"}
 
 
+def test_what_a_callback_put_into_the_folder_beforehand_stays_in_it(make, parent):
+    final = parent / f"checkpoint-{STEP}"
+    (final / "tokenizer").mkdir(parents=True)
+    (final / "adapter.bin").write_bytes(b"adapter")
+    (final / "tokenizer" / "vocab.txt").write_bytes(b"words")
+    folder = save(make("fast"))
+    assert_same(load(folder), make_state())
+    assert {"adapter.bin": b"adapter", "tokenizer/vocab.txt": b"words"}.items() <= contents(folder).items()
+    assert names(parent) == [folder.name]
+
+
 def test_a_target_that_vanished_takes_no_save(make, parent):
     checkpointer = make("fast")
     save(checkpointer)
@@ -622,35 +639,46 @@ def test_a_target_that_vanished_takes_no_save(make, parent):
 BLOCK = direct.BLOCK_BYTES
 
 
-@pytest.fixture(params=["plain", "memory", "no O_DIRECT"])
+def refuse_direct(monkeypatch: pytest.MonkeyPatch, calls: tuple[str, ...]) -> None:
+    """Let the calls fail as where the page cache can't be passed by; a new file is made all the same."""
+    for name in calls:
+        original = getattr(os, name)
+
+        def refuse(target: Any, argument: Any, *rest: Any, name: str = name, original: Any = original) -> Any:
+            flags = argument if name == "open" else fcntl.fcntl(target, fcntl.F_GETFL)
+            if flags & os.O_DIRECT:
+                if name == "open":
+                    os.close(original(target, argument & ~os.O_DIRECT, *rest))
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return original(target, argument, *rest)
+
+        monkeypatch.setattr(os, name, refuse)
+
+
+@pytest.fixture(params=["disk", "memory", "ramfs", "refused at open", "refused at each access"])
 def place(request, tmp_path, monkeypatch) -> Iterator[Path]:
-    """A folder on the disk, on a memory file system, and on one that refuses O_DIRECT as some do, at open."""
+    """A folder on the disk, on memory file systems with and without O_DIRECT, and where O_DIRECT is refused."""
     if request.param == "memory":
-        memory = Path("/dev/shm")
-        if not memory.is_dir() or not os.access(memory, os.W_OK):
-            pytest.skip("no memory file system")
-        folder = memory / f"stallbench-test-{os.getpid()}"
-        folder.mkdir()
-        yield folder
-        shutil.rmtree(folder)
-        return
-    if request.param == "no O_DIRECT":
-        opened = os.open
-
-        def refuse(path: Path, flags: int, *rest: Any) -> int:
-            if flags & getattr(os, "O_DIRECT", 0):
-                raise OSError(22, "Invalid argument")
-            return opened(path, flags, *rest)
-
-        monkeypatch.setattr(os, "open", refuse)
-    yield tmp_path
+        with tempfile.TemporaryDirectory(dir=default_folder()[0]) as folder:
+            yield Path(folder)
+    elif request.param == "ramfs":
+        mount = tmp_path / "ramfs"
+        mount.mkdir()
+        if os.geteuid() or subprocess.run(["mount", "-t", "ramfs", "ramfs", str(mount)]).returncode:
+            pytest.skip("nothing can be mounted here")
+        yield mount
+        subprocess.run(["umount", str(mount)], check=True)
+    else:
+        if request.param.startswith("refused"):
+            refuse_direct(monkeypatch, ("open",) if request.param.endswith("open") else ("pwrite", "preadv"))
+        yield tmp_path
 
 
 def one(count: int) -> dict[str, torch.Tensor]:
     return {"x": torch.arange(count, dtype=torch.int64).to(torch.uint8)}
 
 
-@pytest.mark.parametrize("count", [0, 1, 4095, 4096, BLOCK - 4096, BLOCK - 4095, BLOCK, BLOCK + 1, 3 * BLOCK + 17])
+@pytest.mark.parametrize("count", [0, 1, 4096, BLOCK - 4096, BLOCK, BLOCK + 1, 2 * BLOCK + 17])
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_a_file_of_any_size_is_a_safetensors_file_and_is_read_back(place, count, snapshot):
     path, tensors = place / "state.safetensors", one(count)
@@ -832,7 +860,9 @@ def make_trainer(output_dir: Path, model: torch.nn.Module, rows: list[dict], met
     timeline, workspace = Timeline(), Workspace(None, output_dir, Storage("-", "-"))
     trainer.recorder = Recorder(timeline, workspace)
     if method:
-        trainer.checkpointer = Checkpointer(method, workspace, output_dir, timeline, local=output_dir / "local")
+        trainer.checkpointer = Checkpointer(
+            method, workspace, output_dir, timeline, local=output_dir.with_name("local")
+        )
         add_layer(trainer, Checkpointed)
     add_layer(trainer, Recorded)
     add_layer(trainer, Proven)
@@ -862,7 +892,7 @@ def train(trainer: Any, resume: str | bool | None = None) -> tuple[list[float], 
     return [loss.item() for loss in trainer.losses], cloned(dict(trainer.model.state_dict()))
 
 
-@pytest.mark.parametrize("method", ["fast", "fast-async", "dcp"])
+@pytest.mark.parametrize("method", ["fast", "fast-async"])
 def test_a_resumed_run_goes_on_as_the_unbroken_one_to_the_bit(classifier, tmp_path, method):
     losses, weights = train(classifier(method))
     assert len(set(losses)) == STEPS

@@ -1,8 +1,13 @@
 """Anyone's own training: record a Trainer that knows nothing of us, or let it save by one of our methods."""
 
+import shutil
 import sys
 import tempfile
 import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,7 +38,9 @@ from stallbench.targets import Workspace
 from stallbench.training import Checkpointed
 
 _TARGET = "output_dir"
-_WRITE_EVERY_S = 60.0
+_SAVES_AND_RESTORES = (
+    "_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state",
+)  # fmt: skip
 _WARMUP_STEPS = 2  # the first steps allocate and compile
 
 
@@ -85,8 +92,9 @@ def checkpoint(trainer: Trainer, method: str = "fast-async", wait: Wait = "retur
 
 def _staging(trainer: Trainer, folder: str) -> Path:
     """Make a folder for local copies that goes when the Trainer does."""
-    trainer.staging = tempfile.TemporaryDirectory(prefix="stallbench-staging-", dir=folder or None)
-    return Path(trainer.staging.name)
+    made = Path(tempfile.mkdtemp(prefix="stallbench-staging-", dir=folder or None))
+    weakref.finalize(trainer, shutil.rmtree, made, ignore_errors=True)
+    return made
 
 
 def _require_plain(trainer: Trainer, method: str) -> None:
@@ -96,13 +104,18 @@ def _require_plain(trainer: Trainer, method: str) -> None:
     if isinstance(trainer, Checkpointed):
         raise ConfigError("this Trainer saves by one of our methods already; make a fresh one for another")
     args = trainer.args
+    own = type(trainer).__bases__[1] if isinstance(trainer, Recorded) else type(trainer)
     unfit = {
         "DeepSpeed, which shards the state": trainer.is_deepspeed_enabled,
         "FSDP, which shards the state": trainer.is_fsdp_enabled,
         "load_best_model_at_end, which reads the Trainer's own layout": args.load_best_model_at_end,
+        "metric_for_best_model, which keeps the best checkpoint": args.metric_for_best_model is not None,
         "save_only_model, which leaves the state out": args.save_only_model,
         "push_to_hub, which uploads the Trainer's own layout": args.push_to_hub,
         "several ranks with dcp-async-process": args.world_size > 1 and method == "dcp-async-process",
+        "a Trainer class with saves or restores of its own": any(
+            getattr(own, name) is not getattr(Trainer, name) for name in _SAVES_AND_RESTORES
+        ),
     }
     for what, found in unfit.items():
         if found:
@@ -112,55 +125,140 @@ def _require_plain(trainer: Trainer, method: str) -> None:
 def watch(trainer: Trainer, out: str | Path) -> None:
     """Record a Trainer's timeline: steps, waits for data, evaluations, saves, restores; ``stallbench report`` reads it.
 
-    One line in a training script, before ``trainer.train()``. The training itself stays as it is; after each save a
-    thread asks for its files to be put on stable storage, to know when they are. A second run with the same ``out``
-    adds to it. Under several ranks each writes its own timeline, and the slowest counts.
+    One line in a training script, before ``trainer.train()``. The training itself stays as it is, also where recording
+    fails; after each save a thread asks for its files to be put on stable storage, to know when they are. Each call of
+    ``train()`` adds a block. Under several ranks each writes its own timeline, and the slowest counts. Some hundred
+    bytes of memory a step are taken.
 
     Parameters
     ----------
     out
-        Folder of the results, away from the storage that is watched.
+        Folder of the results, away from the storage that is watched; under several ranks one that all of them see.
 
     Raises
     ------
     ConfigError
         If ``out`` holds something else.
     """
+    out = Path(out).absolute()
+    if trainer.args.process_index == 0:
+        _require_ours(out)
     folder = Path(trainer.args.output_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(Timeline(), Workspace(None, folder, targets.describe(folder)), warmup_steps=_WARMUP_STEPS)
-    trainer.recorder = recorder
+    trainer.recorder = Recorder(Timeline(), Workspace(None, folder, targets.describe(folder)), strict=False)
     checkpointer = getattr(trainer, "checkpointer", None)
     if checkpointer is not None:
-        checkpointer.timeline = recorder.timeline
+        checkpointer.timeline = trainer.recorder.timeline
     add_layer(trainer, Recorded)
+    trainer.add_callback(StepClock(trainer.recorder))
+    trainer.add_callback(_Writer(trainer, out))
+
+
+def _require_ours(out: Path) -> None:
+    found = read_json(out / STUDY) if (out / STUDY).exists() else None
+    if not (found.get("watched") if found else not out.exists() or not any(out.iterdir())):
+        raise ConfigError(f"out={str(out)!r} holds another study, or something else; name a fresh folder")
+
+
+class _Writer(TrainerCallback):
+    """Write a watched Trainer's timeline now and then and at the end: a killed training leaves what it has.
+
+    What goes wrong here costs the recording, never the training.
+    """
+
+    def __init__(self, trainer: Trainer, out: Path) -> None:
+        self._trainer, self._out = trainer, out
+        self._folder: Path | None = None
+        self._since_s, self._next_write_s = 0.0, 0.0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Open a fresh trial; the first rank decides for all, also that there can be none."""
+        recorder = self._trainer.recorder
+        recorder.warmup_steps, recorder.saves = state.global_step + _WARMUP_STEPS, 0
+        self._began_s, self._began_utc = time.monotonic(), datetime.now(UTC)
+        chosen = [""]
+        if args.process_index == 0:
+            with _harmless():
+                chosen = [str(_open_trial(self._trainer, self._out))]
+        if args.world_size > 1:
+            torch.distributed.broadcast_object_list(chosen, src=0)
+        self._folder = Path(chosen[0]) if chosen[0] else None
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write what there is, so seldom that it takes at most a hundredth of the time."""
+        if time.monotonic() > self._next_write_s:
+            self._write(args)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Wait until the last save is durable, and write all."""
+        self._trainer.recorder.settle()
+        checkpointer = getattr(self._trainer, "checkpointer", None)
+        if checkpointer is not None:
+            checkpointer.wait()
+        self._write(args)
+        self._since_s = self._trainer.recorder.timeline.now_s()
+
+    def _write(self, args: TrainingArguments) -> None:
+        if self._folder is None:
+            return
+        begin_s = time.monotonic()
+        with _harmless():
+            frame = self._trainer.recorder.timeline.frame()
+            # A phase that isn't over keeps its open end: its save is not durable yet.
+            frame = frame[(frame.start_s >= self._since_s) & (frame.end_s.notna() | (frame.parent >= 0))]
+            saves = frame[frame.kind == "save"].id
+            if len(saves) > 1:  # the first touches fresh memory
+                first = (frame.id == saves.iloc[0]) | (frame.parent == saves.iloc[0])
+                frame = frame.assign(warmup=frame.warmup | first)
+            rank = args.process_index
+            frame.to_parquet(self._folder / (SPANS if rank == 0 else f"spans-{rank}.parquet"), index=False)
+            if rank == 0:
+                write_json(self._folder / TRIAL, self._trial(args))
+        self._next_write_s = time.monotonic() + max(60.0, 100 * (time.monotonic() - begin_s))
+
+    def _trial(self, args: TrainingArguments) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "method_version": METHOD_VERSION,
+            "trial": self._folder.name,
+            "began_utc": self._began_utc.isoformat(timespec="seconds"),
+            "wall_s": time.monotonic() - self._began_s,
+            "ranks": args.world_size,
+            "losses": [],
+            "checks": {},
+        }
+
+
+@contextmanager
+def _harmless() -> Iterator[None]:
+    """Turn what goes wrong with the recording into a warning."""
+    try:
+        yield
+    except (OSError, ConfigError) as error:
+        warnings.warn(f"stallbench: not recorded: {error}", stacklevel=3)
+
+
+def _open_trial(trainer: Trainer, out: Path) -> Path:
+    """Make the study's folder, or recognise it, and a fresh trial in it."""
+    checkpointer = getattr(trainer, "checkpointer", None)
     method = checkpointer.method if checkpointer else "trainer"
-    wait = checkpointer.wait_rule if checkpointer else recorder.wait
-    trainer.add_callback(StepClock(recorder))
-    trainer.add_callback(_Writer(trainer, _open_trial(trainer, Path(out), method, wait)))
+    wait = checkpointer.wait_rule if checkpointer else "return"
+    request = _open_study(trainer, out, method, wait)
+    block = 1 + len(list((out / "trials").glob("b*")))
+    folder = out / "trials" / trial_id(block, 1, _TARGET, method, wait)
+    folder.mkdir()
+    write_json(out / STUDY, request | {"blocks": block})
+    return folder
 
 
-def _open_trial(trainer: Trainer, out: Path, method: str, wait: Wait) -> Path:
-    """Make the study's folder, or recognise it, and a fresh trial in it; the first rank decides for all."""
-    chosen = [""]
-    if trainer.args.process_index == 0:
-        redactor = Redactor([(_TARGET, Path(trainer.args.output_dir).absolute()), ("out", out.absolute())])
-        request = _open_study(trainer, out, method, wait, redactor)
-        block = 1 + len(list((out / "trials").glob("b*")))
-        chosen = [trial_id(block, 1, _TARGET, method, wait)]
-        (out / "trials" / chosen[0]).mkdir()
-        write_json(out / STUDY, request | {"blocks": block})
-    if trainer.args.world_size > 1:
-        torch.distributed.broadcast_object_list(chosen, src=0)
-    return out / "trials" / chosen[0]
-
-
-def _open_study(trainer: Trainer, out: Path, method: str, wait: Wait, redactor: Redactor) -> dict[str, Any]:
+def _open_study(trainer: Trainer, out: Path, method: str, wait: Wait) -> dict[str, Any]:
+    redactor = Redactor([(_TARGET, Path(trainer.args.output_dir).absolute()), ("out", out)])
+    _require_ours(out)
     if (out / STUDY).exists():
         request = read_json(out / STUDY)
-        if request.get("watched") and (request["methods"], request["waits"]) == ([method], [wait]):
+        if (request["methods"], request["waits"]) == ([method], [wait]):
             return request
-        raise ConfigError(f"out={str(out)!r} holds another study; name a fresh folder")
+        raise ConfigError(f"out={out.name!r} holds saves by another method; name a fresh folder")
     (out / "trials").mkdir(parents=True, exist_ok=True)
     write_json(out / ENVIRONMENT, redactor.tree(capture()))
     place = Target(name=_TARGET, location=str(Path(trainer.args.output_dir).absolute()))
@@ -182,47 +280,3 @@ def _open_study(trainer: Trainer, out: Path, method: str, wait: Wait, redactor: 
         "model": type(trainer.model).__name__,
         "dataset": type(trainer.train_dataset).__name__,
     }
-
-
-class _Writer(TrainerCallback):
-    """Write a watched Trainer's timeline after each save and at the end: a killed training leaves what it has."""
-
-    def __init__(self, trainer: Trainer, folder: Path) -> None:
-        self._trainer, self._folder = trainer, folder
-        self._began_s, self._began_utc = time.monotonic(), datetime.now(UTC)
-        self._written_s = 0.0
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write what there is, but not so often that a long training would feel it."""
-        if time.monotonic() - self._written_s > _WRITE_EVERY_S:
-            self._write(args)
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Wait until the last save is durable, and write all."""
-        self._trainer.recorder.settle()
-        checkpointer = getattr(self._trainer, "checkpointer", None)
-        if checkpointer is not None:
-            checkpointer.wait()
-        self._write(args)
-
-    def _write(self, args: TrainingArguments) -> None:
-        self._written_s = time.monotonic()
-        frame = self._trainer.recorder.timeline.frame()
-        frame = frame[frame.end_s.notna()]
-        saves = frame[frame.kind == "save"].id
-        if len(saves) > 1:  # the first touches fresh memory
-            frame = frame.assign(warmup=frame.warmup | (frame.id == saves.iloc[0]) | (frame.parent == saves.iloc[0]))
-        rank = args.process_index
-        frame.to_parquet(self._folder / (SPANS if rank == 0 else f"spans-{rank}.parquet"), index=False)
-        if rank == 0:
-            values = {
-                "schema_version": SCHEMA_VERSION,
-                "method_version": METHOD_VERSION,
-                "trial": self._folder.name,
-                "began_utc": self._began_utc.isoformat(timespec="seconds"),
-                "wall_s": time.monotonic() - self._began_s,
-                "ranks": args.world_size,
-                "losses": [],
-                "checks": {},
-            }
-            write_json(self._folder / TRIAL, values)

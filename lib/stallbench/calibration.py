@@ -183,7 +183,7 @@ def coverage_row(saves: pd.DataFrame, true_ratio: float) -> dict[str, Any]:
     It passes where the share's 95 % Wilson interval (Wilson, JASA 22, 1927) holds 0.95.
     """
     found = [stats.paired_ratio(pair.fast, pair.slow) for _, pair in _block_means(saves).groupby("study")]
-    return _row(saves, "coverage", 0.95, NOISE, [one.low <= true_ratio <= one.high for one in found], required=True)
+    return _row(saves, "coverage", 0.95, NOISE, [one.low <= true_ratio <= one.high for one in found], required=False)
 
 
 def control_row(saves: pd.DataFrame, rng: np.random.Generator) -> dict[str, Any]:

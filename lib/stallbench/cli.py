@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -255,6 +256,8 @@ def bench(
     from stallbench.workload import prepare_libraries
 
     prepare_libraries(allow_download=False)
+    import pandas as pd
+
     from stallbench import bench as benchmark
     from stallbench import probe, race
     from stallbench.results import BENCH, load_study, write_json
@@ -266,14 +269,19 @@ def bench(
     folder.mkdir(exist_ok=True)
     lines = benchmark.lines(found)
     print(*lines, sep="\n")
-    tables = {"own prober beside fio": probe.both(folder)}
+    tables = {}
+    if shutil.which("fio"):
+        tables["own prober beside fio"] = pd.DataFrame(probe.both(folder)).set_index("kind")
     for size in race.ROUNDS:
         tables[f"methods, {size}"], goals = race.run(size, folder)
         lines += goals
         print(*goals, sep="\n")
     for title, table in tables.items():
         print(f"\n{title}\n{table.round(3).to_string(na_rep='')}")
-    values = {title: json.loads(table.to_json(orient="table", index=True))["data"] for title, table in tables.items()}
+    values = {
+        title: json.loads(table.rename_axis("index").reset_index().to_json(orient="records"))
+        for title, table in tables.items()
+    }
     write_json(found.folder / BENCH, {"lines": lines, "tables": values})
 
 

@@ -34,6 +34,7 @@ METHODS: dict[str, str] = {
 # Saves of the Trainer's own, which the study doesn't change.
 AS_SHIPPED = ("trainer", "model-only", "adapter-only")
 SNAPSHOTS = ("dcp-async", "dcp-async-process", "fast-async")  # keep a copy of the state in memory
+PAST_THE_CACHE = ("fast", "fast-async")  # write by direct I/O
 ASYNCHRONOUS = (*SNAPSHOTS, "staged")
 
 

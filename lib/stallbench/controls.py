@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,13 +11,11 @@ from typing import TYPE_CHECKING
 from stallbench import emulated
 from stallbench.checkpointing.checkpointer import Checkpointer
 from stallbench.checkpointing.state import capture
-from stallbench.config import AS_SHIPPED, ASYNCHRONOUS, TrialConfig
+from stallbench.config import AS_SHIPPED, ASYNCHRONOUS, PAST_THE_CACHE, TrialConfig
 from stallbench.spans import Timeline
 from stallbench.targets import Storage, Workspace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import Trainer
 
 MEMORY_SAVES = 3  # the first touches fresh memory, and is recorded as a warm-up
@@ -26,34 +25,34 @@ MOCK_STEPS_ALONE, MOCK_STEPS_BESIDE = 10, 40
 def memory_saves(trainer: "Trainer", config: TrialConfig, timeline: Timeline, needed_bytes: int) -> None:
     """Record the same save to a memory file system: the part of it that no storage can speed up.
 
-    Nothing is recorded for asynchronous methods, nor where the machine has no memory file system with room for it.
+    Nothing is recorded for asynchronous methods, nor for those that pass the page cache by: memory's pages cost what
+    the page cache's do, which they don't use. Nor where the machine has no memory file system with room for it.
     """
     folder, memory = emulated.default_folder()
-    if config.method in ASYNCHRONOUS or not memory or shutil.disk_usage(folder).free < 2 * needed_bytes:
+    elsewhere = config.method in (*ASYNCHRONOUS, *PAST_THE_CACHE)
+    if elsewhere or not memory or shutil.disk_usage(folder).free < 2 * needed_bytes:
         return
-    with tempfile.TemporaryDirectory(prefix="stallbench-", dir=folder) as parent:
+    with tempfile.TemporaryDirectory(prefix="stallbench-", dir=folder) as parent, _output_dir(trainer, Path(parent)):
+        save = _saver(Path(parent), trainer, config)
         for index in range(MEMORY_SAVES):
             with timeline.span("memory_save", warmup=index == 0):
-                _save_to(Path(parent), trainer, config)
+                save()
             for path in Path(parent).iterdir():
                 shutil.rmtree(path)
 
 
-def _save_to(parent: Path, trainer: "Trainer", config: TrialConfig) -> None:
+def _saver(parent: Path, trainer: "Trainer", config: TrialConfig) -> Callable[[], None]:
     if config.method in AS_SHIPPED:
         from transformers import Trainer
 
-        with _output_dir(trainer, parent):
-            Trainer._save_checkpoint(trainer, trainer.model, None)
-        return
+        return lambda: Trainer._save_checkpoint(trainer, trainer.model, None)
     workspace = Workspace(None, parent, Storage("memory", "memory"))
     checkpointer = Checkpointer(config.method, workspace, parent, Timeline(), local=parent, wait="durable")
-    checkpointer.save(trainer.state.global_step, lambda: capture(trainer), lambda folder: None)
-    checkpointer.close()
+    return lambda: checkpointer.save(trainer.state.global_step, lambda: capture(trainer), lambda folder: None)
 
 
 @contextmanager
-def _output_dir(trainer: "Trainer", folder: Path) -> "Iterator[None]":
+def _output_dir(trainer: "Trainer", folder: Path) -> Iterator[None]:
     before, trainer.args.output_dir = trainer.args.output_dir, str(folder)
     try:
         yield
@@ -65,7 +64,8 @@ def mock_steps(trainer: "Trainer", checkpointer: Checkpointer, timeline: Timelin
     """Record waits as long as a step, alone and while a save is under way: an *emulated* accelerator's training.
 
     On a machine with few cores a real step and the save compete for them, which overstates what a job on an
-    accelerator would lose. The first of two saves touches fresh buffers, and nothing is recorded beside it.
+    accelerator would lose. A wait understates it: it needs a core and the interpreter's lock only to wake up, where
+    such a job launches kernels. The first of two saves touches fresh buffers, and nothing is recorded beside it.
 
     Parameters
     ----------

@@ -1,12 +1,11 @@
 """Methods x targets x wait rules: what faster storage gives back, what a better save does, and what each save is made of."""  # noqa: E501
 
-import math
 from dataclasses import dataclass
 
 import pandas as pd
 
 from stallbench.analysis import Comparison, Condition, block_means, compare_conditions, condition
-from stallbench.config import ASYNCHRONOUS
+from stallbench.config import ASYNCHRONOUS, PAST_THE_CACHE
 from stallbench.results import TRIAL_KEYS, Study
 from stallbench.stats import Interval, PairedRatio, mean_interval, paired_ratio
 
@@ -99,12 +98,15 @@ def floors(study: Study) -> list[Floor]:
     """Give the floor of each method on each target (Amdahl 1967: the part that isn't sped up bounds the whole).
 
     For an emulated device, whose bytes lie in memory, it is the save's own time without the device's; for a directory,
-    the same save repeated on a memory file system. The ratio's ``time_saved`` is the most that any storage could give.
+    the same save repeated on a memory file system, whose pages cost what those of the page cache do. A method that
+    passes the page cache by has no such floor there. The ratio's ``time_saved`` is the most that storage could give.
     """
     wait = condition(study, "durable")
     found = []
     for method in study.methods:
         for target in study.targets:
+            if method in PAST_THE_CACHE and not study.emulated(target):
+                continue
             durable = block_means(study, "durable_s", target, wait, method)
             memory = _memory_means(study, target, method, wait)
             shared = durable.index.intersection(memory.index)
@@ -125,23 +127,18 @@ def _memory_means(study: Study, target: str, method: str, wait: str) -> pd.Serie
 
 @dataclass(frozen=True)
 class Beside:
-    """What a save in the background takes from the steps beside it; ``moved_s`` is what that comes to for one save."""
+    """What a save in the background takes from the steps after it.
+
+    ``moved_s`` is what the steps up to the next save take longer than steps without a save beside them, in seconds a
+    save. A background that outlasts them may take more.
+    """
 
     target: str
     method: str
     background_s: float
     steps: PairedRatio | None
     mock_steps: PairedRatio | None
-
-    @property
-    def moved_s(self) -> float:
-        """Seconds of training that one save takes after its stall, on this processor."""
-        return (self.steps.ratio - 1) * self.background_s if self.steps else math.nan
-
-    @property
-    def mock_moved_s(self) -> float:
-        """The same for a training that an emulated accelerator does."""
-        return (self.mock_steps.ratio - 1) * self.background_s if self.mock_steps else math.nan
+    moved_s: Interval | None
 
 
 def beside_saves(study: Study) -> list[Beside]:
@@ -171,6 +168,7 @@ def beside_saves(study: Study) -> list[Beside]:
                         background_s,
                         _ratio(steps.assign(beside=_lies_beside(steps, saves))),
                         _ratio(mock.assign(beside=mock.part != "alone")),
+                        _moved(steps.assign(beside=_lies_beside(steps, saves)), saves),
                     )
                 )
     return found
@@ -182,6 +180,20 @@ def _lies_beside(steps: pd.DataFrame, saves: pd.DataFrame) -> pd.Series:
     for save in saves.itertuples():
         beside |= (steps.trial == save.trial) & middle.between(save.end_s, save.durable_end_s)
     return beside
+
+
+def _moved(steps: pd.DataFrame, saves: pd.DataFrame) -> Interval | None:
+    alone_s = steps[~steps.beside].groupby("trial").duration_s.mean()
+    excess = steps.assign(excess_s=steps.duration_s - steps.trial.map(alone_s)).dropna(subset="excess_s")
+    rows = []
+    for trial, own in saves.sort_values("step").groupby("trial"):
+        for save, following in zip(own.itertuples(), own.step.iloc[1:], strict=False):
+            after = excess[(excess.trial == trial) & (excess.step > save.step) & (excess.step <= following)]
+            if not save.warmup and len(after):
+                rows.append({"block": save.block, "moved_s": after.excess_s.sum()})
+    if not rows:
+        return None
+    return mean_interval(pd.DataFrame(rows).groupby("block").moved_s.mean())
 
 
 def _ratio(steps: pd.DataFrame) -> PairedRatio | None:

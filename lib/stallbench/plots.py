@@ -85,7 +85,7 @@ def timelines(study: Study) -> Figure:
         axis.set_title(f"{target}{emulated}: block {block}, wait={wait}")
     axes[-1, 0].set_xlim(0, study.spans[study.spans.trial.isin(shown)].end_s.max() * 1.02)
     axes[-1, 0].set_xlabel("seconds since the trial began")
-    _timeline_legend(figure, study.spans)
+    _timeline_legend(figure, study.spans[study.spans.trial.isin(shown)])
     return figure
 
 

@@ -12,7 +12,7 @@ from stallbench.config import METHODS
 from stallbench.models import ARTICLE_FAST_S, ARTICLE_SLOW_S, Schedule, worked_example
 from stallbench.results import BENCH, VALIDATION, Study, read_json
 from stallbench.tables import beside_table, called
-from stallbench.verdicts import NOT_TESTED, claims_table, headline, summary_lines
+from stallbench.verdicts import NOT_TESTED, claims_table, headline, moved_words, summary_lines
 
 
 def summary(study: Study) -> str:
@@ -64,12 +64,10 @@ def table_html(table: pd.DataFrame, index: bool = True) -> str:
 
 def caption(study: Study, text: str) -> str:
     """Write what stands below a figure: what it shows, from which study, made by which command."""
-    command = html.escape(study.request["command"])
-    if len(command) > LONG_COMMAND:
-        command = (
-            html.escape(study.request["command"][:LONG_COMMAND]) + '</code> (<a href="#Reproduce">whole</a>)<code>'
-        )
-    return f'<p class="caption">{html.escape(text)} Study {study.study_id}, <code>{command}</code>.</p>'
+    command = study.request["command"]
+    whole = "" if len(command) <= LONG_COMMAND else ' … (<a href="#Reproduce">whole</a>)'
+    shown = f"<code>{html.escape(command[:LONG_COMMAND])}</code>{whole}"
+    return f'<p class="caption">{html.escape(text)} Study {study.study_id}, {shown}.</p>'
 
 
 FEW_TRIALS = 24
@@ -132,7 +130,8 @@ def how_to_read(study: Study, other: str) -> str:
     return (
         f"Means over blocks with their 95 % interval. Time saved: by {first} against {other}, paired by block. "
         "Detectable: the smallest time saved that this many blocks with this spread would have shown (80 % power). "
-        "Events: on one target. Deletion stops training too, and is in no save's time; an emulated device charges "
+        "Events: on one target. Deletion by the Trainer stops training too, and is in no save's time; an emulated "
+        "device charges "
         "nothing for it."
     )
 
@@ -188,7 +187,12 @@ def _staged_words(study: Study) -> str:
     """Say when staged saves are durable on the local folder, which is not the target."""
     local = matrix.cells(study, "local_s", "return")
     places = [f"{seconds(when)} beside {target}" for (method, target), when in local.items() if method == "staged"]
-    return f"A staged save is durable on its local folder first: after {', '.join(places)}."
+    if not places:
+        return ""
+    return (
+        f"A staged save is durable on its local folder first: after {', '.join(places)}. Its stall includes the "
+        "removal of the last local copy. What that folder lies on is not examined: by default it is the temporary one."
+    )
 
 
 def given_back_words(study: Study, other: str) -> str:
@@ -205,7 +209,10 @@ def given_back_words(study: Study, other: str) -> str:
             f"{_less(found.storage)}."
         )
         if found.software:
-            lines[-1] += f" A better save on the same storage ({found.better} on {other}): {_less(found.software)}."
+            moved = moved_words(study, other, found.better)
+            lines[-1] += (
+                f" A better save on the same storage ({found.better} on {other}): {_less(found.software)}{moved}."
+            )
         if found.both:
             lines[-1] += f" Both ({found.better} on {first}): {_less(found.both)}."
     return "\n".join(lines)
@@ -386,7 +393,8 @@ def beside_html(study: Study) -> str:
         return "<p>No asynchronous method was run; <code>--method fast-async</code> adds one.</p>"
     words = (
         "Background: from the end of the stall until durable. Slower: steps beside a save against steps without one. "
-        "Moved: what that comes to over one save's background, to be added to its stall. Mock steps are waits, an "
-        "emulated accelerator's."
+        "Moved: what all steps up to the next save take longer, to be added to its stall; a background that outlasts "
+        "them may take more. Mock steps are waits, "
+        "an emulated accelerator's: a lower bound, as a wait needs a core and the interpreter's lock only to wake up."
     )
     return table_html(table) + caption(study, words)

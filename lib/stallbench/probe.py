@@ -1,8 +1,4 @@
-"""The raw limits of a path, probed in the pattern of a checkpoint, so that no save is judged by its own writer.
-
-Fresh file, incompressible data, 4 MiB requests, 8 of them in flight past the page cache, an fsync at the end: by fio
-where it is installed, else by our own prober of the same pattern. ``both`` sets the two side by side.
-"""
+"""The raw limits of a path: what its storage takes and gives back, so that no save is judged by its own writer."""
 
 import errno
 import json
@@ -10,42 +6,78 @@ import mmap
 import os
 import random
 import shutil
-import statistics
 import subprocess
-import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import pandas as pd
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from stallbench.pagecache import reserve, sync_file
 from stallbench.spans import Timeline
 from stallbench.targets import Workspace
 
-BLOCK_BYTES, DEPTH = 4 << 20, 8
 SIZE_BYTES = 128 << 20
-RANDOM_READS, RANDOM_BYTES = 64, 4096
-SMALL_FILES, SMALL_BYTES = 16, 4096
-ROUNDS = 7
-_NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM}
+BLOCK_BYTES = 4 << 20
+PAGE_BYTES = 4 << 10
+RANDOM_READS = 64
+SMALL_FILES = 16
+LIMIT_S = 5.0  # a pattern starts no request later than this: a slow disk is probed with fewer bytes
 
-# Each probe: kind of span, and its bytes and requests. The order matters: reads find the file that was written.
-_PROBES = {
-    "raw_buffered": (SIZE_BYTES, 1),
-    "raw_write": (SIZE_BYTES, 1),
-    "raw_read": (SIZE_BYTES, 1),
-    "raw_random": (RANDOM_READS * RANDOM_BYTES, RANDOM_READS),
-}
+_NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM}
+_NO_AIO = {errno.EAGAIN, errno.ENOSYS}  # the system's limit on asynchronous I/O is reached, or a sandbox forbids it
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A way to use one file: a fresh one that an fsync ends, or pages anywhere in it, or all of it in order."""
+
+    kind: str
+    words: str
+    writes: bool = False
+    random: bool = False
+    block_bytes: int = BLOCK_BYTES
+    depth: int = 8
+    direct: bool = True
+
+
+# The random reads come before the sequential one, which would leave the file in a server's or a drive's memory.
+PATTERNS = (
+    Pattern("raw_write", "sequential write, O_DIRECT, 8 x 4 MiB in flight, fsync", writes=True),
+    Pattern("raw_random", "random read, O_DIRECT, 1 x 4 KiB in flight", random=True, block_bytes=PAGE_BYTES, depth=1),
+    Pattern("raw_read", "sequential read, O_DIRECT, 8 x 4 MiB in flight"),
+    Pattern("raw_buffered", "sequential write, buffered, 4 MiB a call, fsync", writes=True, depth=1, direct=False),
+)
+
+
+class _NoFioError(Exception):
+    """The installed fio can't do what is asked."""
+
+
+class Measured(NamedTuple):
+    """What one pattern moved, by which tool, and when on the monotonic clock."""
+
+    tool: str
+    size_bytes: int
+    start_s: float
+    end_s: float
 
 
 def raw_limits(workspace: Workspace, timeline: Timeline) -> None:
-    """Record what the path can do: spans ``raw_write``, ``raw_buffered``, ``raw_read``, ``raw_random``, ``raw_small``.
+    """Record what the path can do as spans; ``part`` says by which tool, ``fio`` where it is installed, or ``own``.
 
-    A span's ``part`` names the tool, ``files`` the number of requests where they are single ones. Where the file system
-    has no O_DIRECT (macOS, some memory file systems) only the buffered and the small writes are recorded. Nothing is
-    probed on an emulated device: its limits are what its profile states.
+    ``raw_write`` (O_DIRECT, final fsync inside the time: the limit), ``raw_read`` (cold) and ``raw_buffered`` (page
+    cache, then fsync) move 128 MiB of incompressible data. ``raw_random`` reads pages one by one, and ``raw_small``
+    makes small files durable (write, fsync, rename, fsync of the folder): their ``files`` is the number of requests.
+    A span of fio is as long as fio says, so that its start-up doesn't count. No pattern starts a request after
+    ``LIMIT_S``; where the path has no O_DIRECT (macOS, some memory file systems), only the last two are recorded.
+    Nothing is probed on an emulated device: its limit is what its profile states.
 
     Raises
     ------
@@ -55,158 +87,160 @@ def raw_limits(workspace: Workspace, timeline: Timeline) -> None:
     if workspace.device is not None:
         return
     workspace.require_present()  # fio would make a missing folder
-    path = workspace.folder / "raw.bin"
-    tool = "fio" if shutil.which("fio") else "own"
-    prober = _fio if tool == "fio" else Prober().run
-    try:
-        for kind, (size_bytes, requests) in _PROBES.items():
-            span = timeline.begin(kind, part=tool, size_bytes=size_bytes, files=requests)
-            try:
-                span.end_s = span.start_s + prober(kind, path)
-            except OSError as error:
-                if error.errno not in _NO_DIRECT:
-                    raise
-                timeline.spans.remove(span)
-        with timeline.span("raw_small", part="own", size_bytes=SMALL_FILES * SMALL_BYTES, files=SMALL_FILES):
-            _small_files(workspace.folder)
-    finally:
-        path.unlink(missing_ok=True)
+    found = [(pattern.kind, pattern.random, measured) for pattern, measured in _run(workspace.folder, _best)]
+    found.append(("raw_small", True, _small_files(workspace.folder)))
+    for kind, counted, measured in found:
+        files = measured.size_bytes // PAGE_BYTES if counted else 1
+        span = timeline.begin(kind, part=measured.tool, size_bytes=measured.size_bytes, files=files)
+        span.start_s, span.end_s = timeline.at(measured.start_s), timeline.at(measured.end_s)
 
 
-def _fio(kind: str, path: Path) -> float:
-    """Run fio and give the seconds that it reports, final fsync included, its own start not."""
-    command = ["fio", "--name=raw", f"--filename={path}", f"--size={SIZE_BYTES}", f"--ioengine={_engine()}"]
-    command += {
-        "raw_write": ["--rw=write", "--direct=1", "--end_fsync=1", "--refill_buffers"],
-        "raw_buffered": ["--rw=write", "--direct=0", "--end_fsync=1", "--refill_buffers"],
-        "raw_read": ["--rw=read", "--direct=1"],
-        "raw_random": ["--rw=randread", "--direct=1", f"--number_ios={RANDOM_READS}"],
-    }[kind]
-    random_read = kind == "raw_random"
-    command += [f"--bs={RANDOM_BYTES if random_read else BLOCK_BYTES}", f"--iodepth={1 if random_read else DEPTH}"]
-    if kind in ("raw_write", "raw_buffered"):
-        path.unlink(missing_ok=True)
-    done = subprocess.run([*command, "--output-format=json"], capture_output=True, text=True)
-    try:
-        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    except (ValueError, LookupError):
-        raise OSError(errno.EIO, f"fio failed: {done.stderr.strip()[-200:]}") from None
-    if job["error"]:
-        raise OSError(job["error"], os.strerror(job["error"]))
-    found = job["read" if kind in ("raw_read", "raw_random") else "write"]
-    return found["lat_ns"]["mean"] * RANDOM_READS / 1e9 if random_read else SIZE_BYTES / found["bw_bytes"]
-
-
-def _engine() -> str:
-    return "libaio" if os.uname().sysname == "Linux" else "posixaio"
-
-
-class Prober:
-    """Our own prober; its buffers are page-aligned, as O_DIRECT demands, and touched before any clock runs."""
-
-    def __init__(self) -> None:
-        self._buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(DEPTH)]
-        for buffer in self._buffers:
-            buffer[:] = os.urandom(BLOCK_BYTES)
-
-    def run(self, kind: str, path: Path) -> float:
-        """Probe in the pattern of one kind of span; gives seconds.
-
-        Raises
-        ------
-        OSError
-            As the file system does; EINVAL where it has no O_DIRECT.
-        """
-        if kind in ("raw_write", "raw_buffered"):
-            path.unlink(missing_ok=True)
-        if kind != "raw_buffered" and not hasattr(os, "O_DIRECT"):
-            raise OSError(errno.EINVAL, "no O_DIRECT here")
-        flags = os.O_RDONLY if kind in ("raw_read", "raw_random") else os.O_RDWR | os.O_CREAT
-        descriptor = os.open(path, flags | (0 if kind == "raw_buffered" else os.O_DIRECT), 0o600)
-        try:
-            if kind == "raw_random":
-                return self._random_reads(descriptor)
-            if flags & os.O_CREAT:
-                reserve(descriptor, SIZE_BYTES)  # as fio does, before its clock runs
-            begin_s = time.perf_counter()
-            if kind == "raw_buffered":  # one writer, as a saving program is
-                for at in range(0, SIZE_BYTES, BLOCK_BYTES):
-                    _whole(os.pwrite(descriptor, self._buffers[at // BLOCK_BYTES % DEPTH], at))
-            elif kind == "raw_write":
-                self._in_parallel(lambda buffer, at: os.pwrite(descriptor, buffer, at))
-            else:
-                self._in_parallel(lambda buffer, at: os.preadv(descriptor, [buffer], at))
-            if flags & os.O_CREAT:
-                os.fsync(descriptor)
-            return time.perf_counter() - begin_s
-        finally:
-            os.close(descriptor)
-
-    def _random_reads(self, descriptor: int) -> float:
-        view = memoryview(self._buffers[0])[:RANDOM_BYTES]
-        places = [RANDOM_BYTES * random.randrange(SIZE_BYTES // RANDOM_BYTES) for _ in range(RANDOM_READS)]
-        begin_s = time.perf_counter()
-        for at in places:
-            os.preadv(descriptor, [view], at)
-        return time.perf_counter() - begin_s
-
-    def _in_parallel(self, transfer: Callable[[mmap.mmap, int], int]) -> None:
-        errors: list[OSError] = []
-
-        def work(first: int) -> None:
-            for block in range(first, SIZE_BYTES // BLOCK_BYTES, DEPTH):
-                try:
-                    _whole(transfer(self._buffers[first], block * BLOCK_BYTES))
-                except OSError as error:
-                    errors.append(error)
-                    return
-
-        workers = [threading.Thread(target=work, args=[first]) for first in range(DEPTH)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        if errors:
-            raise errors[0]
-
-
-def _whole(transferred: int) -> None:
-    if transferred != BLOCK_BYTES:
-        raise OSError(errno.ENOSPC, "short transfer")
-
-
-def _small_files(folder: Path) -> None:
-    """Create, write, sync and rename small files, each durable before the next: what a log or a marker costs."""
-    data = os.urandom(SMALL_BYTES)
-    for index in range(SMALL_FILES):
-        path = folder / f"raw-small-{index}"
-        path.with_suffix(".new").write_bytes(data)
-        sync_file(path.with_suffix(".new"))
-        path.with_suffix(".new").rename(path)
-        sync_file(folder)
-    for index in range(SMALL_FILES):
-        (folder / f"raw-small-{index}").unlink()
-
-
-def both(folder: Path) -> pd.DataFrame:
-    """Probe with fio and with our own prober, in turn, on one folder.
+def both(folder: Path, rounds: int = 7) -> list[dict[str, str | int | float]]:
+    """Measure with fio and with our own prober, in turn, to see whether they agree.
 
     Returns
     -------
-    pandas.DataFrame
-        Indexed by kind: ``fio_s`` and ``own_s`` (median seconds of ``rounds``), ``own_over_fio`` (speeds, without
-        unit). Empty where fio isn't installed.
+    list of dict
+        A row a pattern, with medians of ``n`` measurements by each tool; ``ratio`` is own / fio.
+
+    Raises
+    ------
+    FileNotFoundError
+        If fio isn't installed.
     """
-    if not shutil.which("fio"):
-        return pd.DataFrame(columns=["fio_s", "own_s", "own_over_fio", "rounds"])
-    path, tools = folder / "raw.bin", {"fio_s": _fio, "own_s": Prober().run}
-    seconds: dict[tuple[str, str], list[float]] = {}
+    rates: dict[tuple[Pattern, str], list[float]] = defaultdict(list)
+    for number in range(rounds):
+        for measure in (_own, _fio) if number % 2 else (_fio, _own):
+            for pattern, measured in _run(folder, measure):
+                rates[pattern, measured.tool].append(measured.size_bytes / (measured.end_s - measured.start_s))
+    rows = []
+    for pattern in dict.fromkeys(pattern for pattern, _ in rates):
+        row = {f"{tool}_bytes_per_s": median(rates[pattern, tool]) for tool in ("fio", "own")}
+        row["ratio"] = row["own_bytes_per_s"] / row["fio_bytes_per_s"]
+        rows.append({"kind": pattern.kind, "pattern": pattern.words, "n": rounds, **row})
+    return rows
+
+
+def _run(folder: Path, measure: Callable[[Path, Pattern, int], Measured]) -> list[tuple[Pattern, Measured]]:
+    path = folder / "raw.bin"
+    direct = hasattr(os, "O_DIRECT")
+    size_bytes = SIZE_BYTES
+    found = []
     try:
-        for _ in range(ROUNDS + 1):
-            for (name, tool), kind in ((pair, kind) for pair in tools.items() for kind in _PROBES):
-                seconds.setdefault((kind, name), []).append(partial(tool, kind)(path))
+        for pattern in PATTERNS:
+            if pattern.direct and not direct:
+                continue
+            if not pattern.direct:
+                _warm_page_cache(path, size_bytes)
+            try:
+                measured = measure(path, pattern, size_bytes)
+            except OSError as error:
+                if not pattern.direct or error.errno not in _NO_DIRECT:
+                    raise
+                direct = False
+                continue
+            found.append((pattern, measured))
+            size_bytes = found[0][1].size_bytes  # of the file, which a slow disk had no time for in full
     finally:
         path.unlink(missing_ok=True)
-    medians = {key: statistics.median(values[1:]) for key, values in seconds.items()}  # the first warms up
-    table = pd.Series(medians).unstack()
-    return table.assign(own_over_fio=table.fio_s / table.own_s, rounds=ROUNDS)
+    return found
+
+
+def _warm_page_cache(path: Path, size_bytes: int) -> None:
+    # In a virtual machine the first use of a page can cost more than a disk. Nothing reaches the storage: the file is
+    # emptied while it is open.
+    block = os.urandom(BLOCK_BYTES)
+    with path.open("wb", buffering=0) as file:
+        for _ in range(0, size_bytes, BLOCK_BYTES):
+            file.write(block)
+        file.truncate(0)
+    path.unlink()
+
+
+def _best(path: Path, pattern: Pattern, size_bytes: int) -> Measured:
+    # Where there is no O_DIRECT, on macOS, an fsync isn't enough either, and our own prober knows what is.
+    if shutil.which("fio") and hasattr(os, "O_DIRECT"):
+        with suppress(_NoFioError):
+            return _fio(path, pattern, size_bytes)
+    return _own(path, pattern, size_bytes)
+
+
+def _fio(path: Path, pattern: Pattern, size_bytes: int) -> Measured:
+    # Not posixaio where libaio is missing: glibc's has one request of a file in flight, whatever the depth. And by name
+    # inside the folder, as a colon in a path would separate two files.
+    engine = "libaio" if pattern.depth > 1 else "psync"
+    mode = "write" if pattern.writes else "randread" if pattern.random else "read"
+    command = ["fio", "--name=raw", "--output-format=json", f"--filename={path.name}", f"--ioengine={engine}"]
+    command += [f"--rw={mode}", f"--bs={pattern.block_bytes}", f"--iodepth={pattern.depth}", f"--size={size_bytes}"]
+    command += [f"--direct={pattern.direct:d}", f"--runtime={LIMIT_S * 1e3:.0f}ms", "--randrepeat=0", "--disk_util=0"]
+    command += ["--end_fsync=1"] if pattern.writes else []
+    command += [f"--io_size={RANDOM_READS * pattern.block_bytes}"] if pattern.random else []
+    run = subprocess.run(command, cwd=path.parent, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    end_s = time.monotonic()
+    try:
+        job = json.loads(run.stdout[run.stdout.index("{") :])["jobs"][0]  # an error message may stand before it
+    except (ValueError, LookupError):
+        raise _NoFioError from None
+    if job["error"] in _NO_AIO:
+        raise _NoFioError
+    if job["error"]:
+        raise OSError(job["error"], os.strerror(job["error"]))
+    done = job[mode.removeprefix("rand")]
+    duration_s = done["runtime"] / 1e3
+    if pattern.random:  # a few milliseconds in all, too short for a runtime in whole ones
+        duration_s = done["lat_ns"]["mean"] * done["total_ios"] / 1e9
+    return Measured("fio", done["io_bytes"], end_s - duration_s, end_s)
+
+
+def _own(path: Path, pattern: Pattern, size_bytes: int) -> Measured:
+    buffers = [mmap.mmap(-1, pattern.block_bytes) for _ in range(pattern.depth)]  # page-aligned, as O_DIRECT demands
+    for buffer in buffers:
+        buffer[:] = os.urandom(pattern.block_bytes)  # touched before the clock runs
+    blocks = range(0, size_bytes, pattern.block_bytes)
+    offsets = iter(random.sample(blocks, RANDOM_READS) if pattern.random else blocks)
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC if pattern.writes else os.O_RDONLY
+    descriptor = os.open(path, flags | (os.O_DIRECT if pattern.direct else 0), 0o600)
+    try:
+        if pattern.writes:
+            reserve(descriptor, size_bytes)  # as fio does
+        start_s = time.monotonic()
+        transfer = partial(_transfer, descriptor, pattern.writes, offsets, start_s + LIMIT_S)
+        with ThreadPoolExecutor(pattern.depth) as pool:
+            in_turn = map if pattern.depth == 1 else pool.map  # a thread's start would take as long as a few requests
+            moved_bytes = sum(in_turn(transfer, buffers))
+        if pattern.writes:
+            sync_file(path)
+        return Measured("own", moved_bytes, start_s, time.monotonic())
+    finally:
+        os.close(descriptor)
+
+
+def _transfer(descriptor: int, writes: bool, offsets: Iterator[int], last_s: float, buffer: mmap.mmap) -> int:
+    moved_bytes = 0
+    for offset in offsets:
+        if writes:
+            # Another byte in each page, as fio scrambles its buffers: a store that deduplicates must keep every block.
+            memoryview(buffer)[::PAGE_BYTES] = bytes([offset // len(buffer) % 256]) * (len(buffer) // PAGE_BYTES)
+            count = os.pwrite(descriptor, buffer, offset)
+        else:
+            count = os.preadv(descriptor, [buffer], offset)
+        if count != len(buffer):
+            raise OSError(errno.ENOSPC if writes else errno.EIO, "short transfer")
+        moved_bytes += count
+        if time.monotonic() > last_s:
+            break
+    return moved_bytes
+
+
+def _small_files(folder: Path) -> Measured:
+    with TemporaryDirectory(prefix="raw-", dir=folder) as made:
+        fresh = Path(made, "fresh")
+        count = 0
+        start_s = time.monotonic()
+        while count < SMALL_FILES and time.monotonic() - start_s < LIMIT_S:
+            fresh.write_bytes(os.urandom(PAGE_BYTES))
+            sync_file(fresh)
+            fresh.rename(fresh.with_name(str(count)))
+            sync_file(fresh.parent)
+            count += 1
+        return Measured("own", count * PAGE_BYTES, start_s, time.monotonic())

@@ -127,9 +127,12 @@ class Race:
                 checkpointer.save(1, lambda: capture(self.trainer), lambda folder: None)
             checkpointer.wait()
         folder = commit.final_folder(checkpointer.parent, 1)
-        drop_tree(folder)
-        with self._timed("cold restore", method):
-            load(folder, self._into)
+        model = {name: tensor for name, tensor in self._into.items() if name.startswith("model.")}
+        for what, into in (("cold restore", self._into), ("cold resume", model)):
+            if drop_tree(folder) == "warm":
+                raise RuntimeError(f"{folder.name} can't be made cold here: name another --folder")
+            with self._timed(what, method):
+                load(folder, into)
         shutil.rmtree(folder)
 
     def _fio(self) -> None:
@@ -152,8 +155,9 @@ def run(size: str, parent: Path) -> tuple[pd.DataFrame, list[str]]:
     Returns
     -------
     pandas.DataFrame
-        Indexed by who: median seconds ``durable``, ``stall``, ``cold restore``, the shares of fio's limit, and ``peak
-        memory`` over the state's size (a copy is 1.0).
+        Indexed by who: median seconds ``durable``, ``stall``, ``cold restore`` (into memory that exists for all of the
+        state, as DCP loads; torch takes fresh memory), ``cold resume`` (only the model's exists, as when a job starts),
+        the shares of fio's limit, and ``peak memory`` over the state's size (a copy is 1.0).
     list of str
         The goals, each with what was found.
     """
@@ -167,7 +171,8 @@ def run(size: str, parent: Path) -> tuple[pd.DataFrame, list[str]]:
             race.close()
         medians = {key: statistics.median(values[1:]) for key, values in race.times.items()}  # the first warms up
         peaks = {who: _peak_in_process(size, who, folder) for who in ("trainer", PEER, *OURS)}
-    table = pd.Series(medians).unstack(level=0).reindex(columns=["durable", "stall", "cold restore", "copy"])
+    columns = ["durable", "stall", "cold restore", "cold resume", "copy"]
+    table = pd.Series(medians).unstack(level=0).reindex(columns=columns)
     for what in ("durable", "cold restore"):
         if ("durable", "fio, O_DIRECT") in medians:
             table[f"share of fio, {what}"] = medians[what, "fio, O_DIRECT"] / table[what]
@@ -178,10 +183,9 @@ def run(size: str, parent: Path) -> tuple[pd.DataFrame, list[str]]:
 def _goals(size: str, medians: dict[tuple[str, str], float]) -> list[str]:
     durable = {who: value for (what, who), value in medians.items() if what == "durable"}
     stalls = {who: value for (what, who), value in medians.items() if what == "stall"}
-    best = min(stalls, key=stalls.get)
     copy_s = medians["copy", "into memory that exists"]
     lines = [
-        _goal(f"{size}: best stall, {best}, over one copy", stalls[best] / copy_s, 1.5, at_most=True),
+        _goal(f"{size}: stall of fast-async over one copy", stalls["fast-async"] / copy_s, 1.5, at_most=True),
         _goal(f"{size}: trainer over fast, durable", durable["trainer"] / durable["fast"], 4.0),
     ]
     if "fio, O_DIRECT" in durable:
@@ -192,7 +196,7 @@ def _goals(size: str, medians: dict[tuple[str, str], float]) -> list[str]:
         share = durable["fio, O_DIRECT"] / durable["fast"]
         lines += [
             _goal(f"{size}: fast over fio's O_DIRECT limit, durable", share, least),
-            _goal(f"{size}: fast cold restore over fio's cold read", restore, 0.9),
+            _goal(f"{size}: fast cold restore into memory that exists, over fio's cold read", restore, 0.9),
         ]
     return lines
 

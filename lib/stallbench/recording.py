@@ -1,6 +1,7 @@
 """The timeline of a Trainer: what is recorded, and the layer over its class that records it."""
 
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -43,6 +44,8 @@ class Recorder:
     ----------
     keep
         Checkpoints of the Trainer's own layout that stay; None leaves deletion to the Trainer.
+    strict
+        Whether a save that turns out not to be durable is an error; else it only has no durable time, and a warning.
     guard
         A limit on the time of a save.
     """
@@ -54,6 +57,7 @@ class Recorder:
     warmup_steps: int = 0
     warmup_saves: int = 0
     last_step: int | None = None
+    strict: bool = True
     guard: Guard = no_guard
     saves: int = 0
     _current: Span | None = None
@@ -80,7 +84,8 @@ class Recorder:
 
     def save_as_shipped(self, step: int, folder: Path, save_checkpoint: Callable[[], None]) -> None:
         """Time the Trainer's own save until it returned and until its bytes were durable."""
-        self.workspace.require_present()
+        if self.strict:
+            self.workspace.require_present()
         with self.guard(step), self.timeline.span("save", step=step, warmup=self.count_save()) as save:
             with self._phase(save, "call"):
                 self._current = save
@@ -91,7 +96,8 @@ class Recorder:
                 durable_s = self._charge(save, folder)
             if self.wait == "durable":
                 self._make_durable(save, folder, durable_s)
-        save.size_bytes, save.files = tree_size(folder)
+        if folder.is_dir() or self.strict:  # a user's callback may have moved it
+            save.size_bytes, save.files = tree_size(folder)
         if self.wait == "return":
             self._syncs[folder] = self._background.submit(self._guarded_sync, save, folder, durable_s)
         self._delete_old(step, folder.parent)
@@ -134,7 +140,14 @@ class Recorder:
             What a sync in the background met: the save that looked fine was not.
         """
         for sync in self._syncs.values():
-            sync.result()
+            try:
+                sync.result()
+            except OSError as error:
+                if self.strict:
+                    raise
+                warnings.warn(f"stallbench: a save has no durable time: {error}", stacklevel=2)
+        if not self.strict:
+            self._syncs.clear()
 
     def close(self) -> None:
         """Wait as ``settle`` does, and end the thread."""

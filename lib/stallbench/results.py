@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from stallbench.config import ConfigError
+from stallbench.config import AS_SHIPPED, ConfigError
 
 # Raised when a column or a file changes; see the list below.
 #   1  first version
@@ -146,8 +146,8 @@ class Study:
         key = ["trial", "save"]
         parts = {
             "returned_end_s": inside[inside.kind == "call"].groupby(key).end_s.max(),
-            # skipna=False: a sync that an error cut short leaves no durable time behind
-            "durable_end_s": inside.groupby(key).end_s.max(),
+            # The last phase alone says that it is durable; one that never came, or was cut short, leaves no time.
+            "durable_end_s": inside[_is_last(inside)].groupby(key).end_s.max(),
             "local_end_s": inside[(inside.kind == "sync") & (inside.part == "local")].groupby(key).end_s.max(),
             "queue_s": inside[inside.kind == "queue"].groupby(key).duration_s.sum(),
         }
@@ -176,6 +176,12 @@ class Study:
     def of_kind(self, kind: str) -> pd.DataFrame:
         """Give the counted spans of one kind."""
         return self.spans[(self.spans.kind == kind) & ~self.spans.warmup]
+
+
+def _is_last(phases: pd.DataFrame) -> pd.Series:
+    """Mark the phase after which a save is durable: the commit, or the sync of a Trainer's own, which has none."""
+    shipped = phases.method.isin(AS_SHIPPED)
+    return (shipped & (phases.kind == "sync")) | (~shipped & (phases.kind == "commit"))
 
 
 def slowest_rank(frames: list[pd.DataFrame]) -> pd.DataFrame:

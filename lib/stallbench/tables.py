@@ -69,14 +69,10 @@ def beside_table(study: Study) -> pd.DataFrame:
             percent(ratio.ratio - 1, ratio.low - 1, ratio.high - 1) if ratio else "no step beside a save"
             for ratio in (one.steps, one.mock_steps)
         ]
-        moved = [_moved(value) for value in (one.moved_s, one.mock_moved_s)]
-        rows[f"{one.method} on {called(study, one.target)}"] = [f"{one.background_s:.2f} s", *slower, *moved]
-    columns = ["background", "real steps slower", "mock steps slower", "moved, real", "moved, mock"]
+        moved = seconds(one.moved_s) if one.moved_s else "unknown"
+        rows[f"{one.method} on {called(study, one.target)}"] = [f"{one.background_s:.2f} s", *slower, moved]
+    columns = ["background", "real steps slower", "mock steps slower", "moved to real steps"]
     return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
-
-
-def _moved(moved_s: float) -> str:
-    return "unknown" if moved_s != moved_s else f"{moved_s:.2f} s"
 
 
 def wear_table(study: Study, schedule: Schedule, endurance_tb: float) -> pd.DataFrame:

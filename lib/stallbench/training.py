@@ -21,7 +21,14 @@ from transformers.trainer_callback import ExportableState
 
 from stallbench.checkpointing import commit
 from stallbench.checkpointing.checkpointer import Checkpointer, Guard, load
-from stallbench.checkpointing.state import capture, flatten, set_random_state
+from stallbench.checkpointing.state import (
+    CheckpointError,
+    capture,
+    flatten,
+    gather,
+    random_state,
+    set_random_state,
+)
 from stallbench.config import AS_SHIPPED, TrialConfig
 from stallbench.recording import Recorded, Recorder, StepClock, add_layer
 from stallbench.spans import Timeline
@@ -93,13 +100,19 @@ class Checkpointed:
         return result
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        if trial is not None:
+            raise CheckpointError(
+                "a hyperparameter search saves each run in a folder of its own; use the Trainer's saves"
+            )
         self.store_flos()
-        if self.checkpointer is None:
-            capture(self)  # the other ranks' part: their random states
-            return
-        self.checkpointer.save(
-            self.state.global_step, lambda: capture(self), self._write_state, self.recorder.count_save()
-        )
+        random_states = gather(random_state())  # by all ranks, before the first may fail
+        if self.checkpointer is not None:
+            self.checkpointer.save(
+                self.state.global_step,
+                lambda: capture(self, random_states),
+                self._write_state,
+                self.recorder.count_save(),
+            )
 
     def _write_state(self, folder: Path) -> None:
         """Write ``trainer_state.json`` as the Trainer's own save does."""
@@ -113,29 +126,38 @@ class Checkpointed:
         self.state.save_to_json(str(folder / _STATE_FILE))
 
     def _load_from_checkpoint(self, checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        self._resumed = None
         if commit.manifest(Path(checkpoint)) is None:
             return super()._load_from_checkpoint(checkpoint, model)
         target = self.accelerator.unwrap_model(model or self.model)
         self._resumed = load(Path(checkpoint), into=flatten({"model": target.state_dict()}))
         target.load_state_dict(self._resumed.pop("model"))
 
+    def _state_in(self, checkpoint: str | None) -> dict[str, Any] | None:
+        """Give what a checkpoint of ours holds beside the model; None for one in the Trainer's own layout."""
+        if checkpoint is None or commit.manifest(Path(checkpoint)) is None:
+            return None
+        return self._resumed or load(Path(checkpoint))  # read again where the Trainer starts its loop anew
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._resumed is None:
+        state = self._state_in(checkpoint)
+        if state is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
-        self.optimizer.load_state_dict(self._resumed["optimizer"])
-        self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.lr_scheduler.load_state_dict(state["scheduler"])
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if self._resumed is None:
+        state = self._state_in(checkpoint)
+        if state is None:
             return super()._load_scaler(checkpoint)
-        if self._resumed["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(self._resumed["scaler"])
+        if state["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self._resumed is None:
+        state, self._resumed = self._state_in(checkpoint), None
+        if state is None:
             return super()._load_rng_state(checkpoint)
-        resumed, self._resumed = self._resumed, None
-        states = resumed["random"]
+        states = state["random"]
         if self.args.process_index < len(states):
             set_random_state(states[self.args.process_index])
 
@@ -161,7 +183,7 @@ def newest(parent: Path) -> Path:
 
 def _has_weights(folder: Path) -> bool:
     patterns = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.*")
-    return any(True for pattern in patterns for _ in folder.glob(pattern))
+    return any(list(folder.glob(pattern)) for pattern in patterns)
 
 
 class SaveSchedule(TrainerCallback):

@@ -9,7 +9,7 @@ from scipy import stats as scipy_stats
 
 from stallbench.analysis import MEASURES, Comparison, Condition, block_means, compare, compared_with, percent
 from stallbench.results import TRIAL_KEYS, Study
-from stallbench.stats import paired_ratio
+from stallbench.stats import POWER, paired_ratio
 
 
 def determinism(study: Study) -> tuple[int, int]:
@@ -88,8 +88,8 @@ class Hidden:
         found = percent(ratio.time_saved, ratio.time_saved_low, ratio.time_saved_high)
         return (
             f"Until durable, {self.comparison.fast} against {self.comparison.slow}: {found} less time. Blocks "
-            "differ more from each other than the targets do, so no difference is shown. A quieter machine, or "
-            f"--blocks {self.blocks_needed}, would show one of this size."
+            "differ more from each other than the targets do, so no difference is shown. If there is one of this size, "
+            f"--blocks {self.blocks_needed} would show it four times in five; so might a quieter machine."
         )
 
 
@@ -105,12 +105,13 @@ def hidden_by_noise(study: Study) -> list[Hidden]:
 
 
 def _blocks_needed(one: Comparison) -> int:
-    """Give the blocks at which the interval, with this spread, would leave out 1 if the difference is as it was found.
+    """Give the blocks that would show a difference of the size found, with this spread, in four of five studies.
 
-    From the interval's half width t x s / sqrt(n) on the log ratio: n grows with the square of s over the difference.
+    n = ((z of 0.975 + z of 0.80) x s / difference)^2 on the log ratio (Cohen 1988, chapter 2), and 2 for Student's t.
     """
     half = math.log(one.ratio.high / one.ratio.low) / 2
     blocks = one.ratio.blocks
     spread = half * math.sqrt(blocks) / scipy_stats.t.ppf(0.975, blocks - 1)
     difference = max(abs(math.log(one.ratio.ratio)), 0.01)  # below 1 % nobody would ask
-    return max(blocks + 1, math.ceil((scipy_stats.norm.ppf(0.975) * spread / difference) ** 2) + 2)
+    quantiles = scipy_stats.norm.ppf(0.975) + scipy_stats.norm.ppf(POWER)
+    return max(blocks + 1, math.ceil((quantiles * spread / difference) ** 2) + 2)

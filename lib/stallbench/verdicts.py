@@ -18,7 +18,7 @@ from stallbench.analysis import (
     waits_of_first,
 )
 from stallbench.config import ASYNCHRONOUS
-from stallbench.matrix import given_back
+from stallbench.matrix import beside_saves, given_back
 from stallbench.models import Schedule, worked_example
 from stallbench.results import Study
 from stallbench.stats import mean_interval
@@ -289,8 +289,18 @@ def _better_save(study: Study, other: str) -> str:
         return ""
     return (
         f" On {other} as it is, a save by {found.better} holds training up for {seconds(found.software.fast_s)} "
-        f"instead of {seconds(found.software.slow_s)}: {_saved(found.software)} less."
+        f"instead of {seconds(found.software.slow_s)}: {_saved(found.software)} less"
+        f"{moved_words(study, other, found.better)}."
     )
+
+
+def moved_words(study: Study, target: str, method: str) -> str:
+    """Say what an asynchronous save takes from the steps after its stall, on this machine's own processor."""
+    moved = [one.moved_s for one in beside_saves(study) if (one.method, one.target) == (method, target)]
+    if not moved or moved[0] is None:
+        return ""
+    cores = study.environment.get("cores", "few")
+    return f", and takes {seconds(moved[0])} from the steps beside it on these {cores} cores"
 
 
 def summary_lines(study: Study) -> list[str]:

@@ -1,6 +1,7 @@
 """One save after the other, by any method: what training waits for, what runs beside it, and when it is durable."""
 
 import shutil
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +16,7 @@ from stallbench.checkpointing.state import CheckpointError, Tensors, flatten, si
 from stallbench.checkpointing.writers import make_writer, read
 from stallbench.config import SNAPSHOTS, Wait
 from stallbench.emulated import wait_until
-from stallbench.faults import free_memory_bytes, full_disk
+from stallbench.faults import chain, free_memory_bytes, full_disk
 from stallbench.pagecache import tree_size
 from stallbench.spans import Span, Timeline
 from stallbench.targets import Workspace
@@ -66,12 +67,14 @@ class Checkpointer:
     ) -> None:
         self.method, self.parent, self.timeline, self.wait_rule = method, parent, timeline, wait
         self._workspace, self._keep, self._guard, self._on_durable = workspace, keep, guard, on_durable
+        self._local = local
         self._rename = workspace.storage.file_system not in commit.NO_RENAME
         self._writer = make_writer(method, local)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
-        self._has_buffers = False
-        parent.mkdir(parents=True, exist_ok=True)
+        self._has_buffers, self._free_bytes = False, 0
+        for folder in (parent, local):
+            folder.mkdir(parents=True, exist_ok=True)
         commit.recover(parent)
 
     def save(
@@ -99,6 +102,7 @@ class Checkpointer:
                 with self._phase(save, "queue"):
                     self.wait()
                 self._workspace.require_present()
+                self._free_bytes = shutil.disk_usage(self.parent).free
                 tensors = flatten(capture())
                 self._check_room(tensors)
                 with self._cleared_on_error(final, tensors) as folder, self._guard(step):
@@ -157,20 +161,31 @@ class Checkpointer:
                 commit.open_partial(folder)
             yield folder
         except BaseException as error:
+            for link in chain(error):  # else a library's writer keeps its file open, and the room
+                traceback.clear_frames(link.__traceback__)
             shutil.rmtree(folder, ignore_errors=True)
-            free_bytes = shutil.disk_usage(self.parent).free  # with what the broken save had taken
             needed_bytes = needed if isinstance(needed, int) else size_bytes(needed)
-            full = full_disk(error, needed_bytes, free_bytes)
+            full = self._full(error, needed_bytes)
             if full:
                 raise CheckpointError(full) from error
             raise
 
+    def _full(self, error: BaseException, needed_bytes: int) -> str | None:
+        """Say that there was no room, and where: what the broken save had taken is free again."""
+        free_bytes = max(self._free_bytes, shutil.disk_usage(self.parent).free)
+        local_bytes = shutil.disk_usage(self._local).free if self.method == "staged" else free_bytes
+        full = full_disk(error, needed_bytes, min(free_bytes, local_bytes))
+        return full.replace(":", " in the local folder:", 1) if full and local_bytes < free_bytes else full
+
     def _check_room(self, tensors: Tensors) -> None:
-        needed_bytes, free_bytes = size_bytes(tensors), shutil.disk_usage(self.parent).free
-        if needed_bytes > free_bytes:
-            raise CheckpointError(
-                f"disk full: the checkpoints need {needed_bytes / 1e6:,.0f} MB, {free_bytes / 1e6:,.0f} MB are free"
-            )
+        needed_bytes = size_bytes(tensors)
+        for folder, where in ((self.parent, ""), (self._local, " in the local folder")):
+            free_bytes = shutil.disk_usage(folder).free if not where or self.method == "staged" else needed_bytes
+            if needed_bytes > free_bytes:
+                raise CheckpointError(
+                    f"disk full{where}: the checkpoints need {needed_bytes / 1e6:,.0f} MB, "
+                    f"{free_bytes / 1e6:,.0f} MB are free"
+                )
         needed_bytes *= self.method in SNAPSHOTS
         free_bytes = free_memory_bytes()
         if not self._has_buffers and needed_bytes > free_bytes:
@@ -188,7 +203,7 @@ class Checkpointer:
         for folder in others[: max(0, len(others) - self._keep + 1)]:
             bytes_, files = tree_size(folder)
             with self.timeline.span("delete", step=step, size_bytes=bytes_, files=files):
-                shutil.rmtree(folder, ignore_errors=True)
+                commit.discard(folder, self._rename)
 
     @property
     def busy(self) -> bool:
@@ -203,9 +218,14 @@ class Checkpointer:
         CheckpointError, OSError
             What that save met in the background: it looked fine when it returned, and was not.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        if self._pending is None:
+            return
+        pending = self._pending
+        try:
             pending.result()
+        finally:
+            if pending.done():  # else we were interrupted, and its buffers are still in use
+                self._pending = None
 
     def close(self) -> None:
         """Wait as ``wait`` does, and end all threads and processes."""

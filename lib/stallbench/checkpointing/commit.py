@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from stallbench.pagecache import files_below, sync_file, sync_tree
@@ -17,7 +18,7 @@ NO_RENAME = {"fuse.s3fs", "fuse.goofys", "fuse.geesefs", "fuse.rclone", "fuse.gc
 
 
 def final_folder(parent: Path, step: int) -> Path:
-    """Name the folder of a finished checkpoint as the Trainer does, so that its own resume finds it."""
+    """Name the folder of a finished checkpoint as the Trainer does; its state is read by ours alone."""
     return parent / f"checkpoint-{step}"
 
 
@@ -55,12 +56,42 @@ def publish(partial: Path, final: Path) -> None:
     if partial == final:
         return
     replaced = final.with_name(f".{final.name}{_REPLACED}")
+    _adopt(final, partial)
     if final.exists() or final.is_symlink():
         _clear(replaced)
         final.rename(replaced)
     partial.rename(final)
     sync_file(final.parent)
     _clear(replaced)
+
+
+def _adopt(final: Path, partial: Path) -> None:
+    """Keep what a callback put into the checkpoint's folder before it was there (an adapter, a tokenizer).
+
+    A whole checkpoint that bears the name, of ours or in the Trainer's own layout, is replaced instead.
+    """
+    whole = (final / MANIFEST).exists() or (final / "trainer_state.json").exists()
+    if final.is_symlink() or not final.is_dir() or whole:
+        return
+    for entry in sorted(final.iterdir()):
+        if not (partial / entry.name).exists():
+            entry.rename(partial / entry.name)
+    sync_tree(partial)
+
+
+def discard(folder: Path, rename: bool) -> None:
+    """Delete a checkpoint so that one that is half deleted, by a process killed meanwhile, is never taken for one.
+
+    What can't be deleted stays: that is no reason to end a training.
+    """
+    with suppress(OSError):
+        if rename:
+            doomed = partial_folder(folder, rename)
+            _clear(doomed)
+            folder = folder.rename(doomed)
+        else:
+            (folder / MANIFEST).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _clear(path: Path) -> None:

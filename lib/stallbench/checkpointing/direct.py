@@ -123,12 +123,13 @@ class Snapshot:
         """Copy all tensors; returns when the copies are complete."""
         shape = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
         if shape != self._shape:
+            self._shape = []  # till all of it is laid out
             self._lay_out(tensors)
             self._shape = shape
         for name, place in self._places:
             place.copy_(tensors[name], non_blocking=True)
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        for device in {tensor.device for tensor in tensors.values()} - {torch.device("cpu")}:
+            torch.accelerator.synchronize(device)
 
     def _lay_out(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._layout, self._places = Layout(tensors), []
@@ -184,8 +185,7 @@ def _write_blocks(
     except OSError as error:
         if not direct or error.errno not in _NO_DIRECT:
             raise
-        if descriptor is not None:
-            path.unlink()
+        path.unlink(missing_ok=True)  # an open that is refused may have made it
         _write_blocks(path, size_bytes, fill, direct=False)
     finally:
         if descriptor is not None:

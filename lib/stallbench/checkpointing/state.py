@@ -48,6 +48,8 @@ def flatten(state: Any) -> Tensors:
 
     def strip(value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor):
+            if type(value) not in (torch.Tensor, torch.nn.Parameter):  # sharded, quantised: its memory isn't all of it
+                raise CheckpointError(f"{path} is a {type(value).__name__}, which no method here can save")
             return {_TENSOR: store(value.detach(), path)}
         if isinstance(value, Mapping):
             for key in value:
@@ -93,10 +95,13 @@ def size_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def capture(trainer: "Trainer") -> dict[str, Any]:
+def capture(trainer: "Trainer", random_states: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """Collect what a Trainer needs to go on: model, optimizer, scheduler, scaler, random state, by reference.
 
-    Under several ranks each contributes its own random state, and all must call this at once.
+    Parameters
+    ----------
+    random_states
+        Those of all ranks, as ``gather`` gives them; by default this process's own.
     """
     scaler = getattr(trainer.accelerator, "scaler", None)
     return {
@@ -104,11 +109,12 @@ def capture(trainer: "Trainer") -> dict[str, Any]:
         "optimizer": trainer.optimizer.state_dict(),
         "scheduler": trainer.lr_scheduler.state_dict(),
         "scaler": scaler.state_dict() if scaler else None,
-        "random": _of_all_ranks(random_state()),
+        "random": random_states or [random_state()],
     }
 
 
-def _of_all_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
+def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Give every rank what each of them has; all must call this at once."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [own]
     everyone: list[Any] = [None] * torch.distributed.get_world_size()

@@ -98,8 +98,8 @@ class DCPAsyncWriter(DCPWriter):
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-        cuda = torch.cuda.is_available()
-        self._stager = DefaultStager(StagingOptions(cuda, process, False, cuda))
+        # Pinned, but with blocking copies: it would wait for one accelerator's copies only.
+        self._stager = DefaultStager(StagingOptions(torch.cuda.is_available(), process, False, False))
         self._type = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
         self._process = process
         if process:
