@@ -172,10 +172,10 @@ def test_a_full_disk_is_an_error_that_says_so(small_disk, monkeypatch, tool):
 def test_a_slow_disk_is_probed_with_fewer_bytes(direct_path, monkeypatch, tool):
     if tool == "own":
         monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(probe, "SIZE_BYTES", 1 << 30)
+    monkeypatch.setattr(probe, "SIZE_BYTES", 1 << 29)
     monkeypatch.setattr(probe, "LIMIT_S", 0.05)
     spans = probed(direct_path)
-    assert probe.BLOCK_BYTES <= spans.size_bytes["raw_write"] < 1 << 30
+    assert probe.BLOCK_BYTES <= spans.size_bytes["raw_write"] < 1 << 29
     assert spans.size_bytes["raw_read"] <= spans.size_bytes["raw_write"]
 
 
