@@ -70,9 +70,10 @@ def torture(
     Returns
     -------
     pandas.DataFrame
-        One row a method and kind of event: ``method``, ``event``, ``events``, ``left_partial`` (events that struck a
-        save), ``lost`` (nothing as new as was reported durable), ``broken`` (the newest isn't what was saved),
-        ``seconds``. Without the programs for power cuts, their rows are missing.
+        One row a method and kind of event: ``method``, ``event``, ``events``, ``left_partial`` (a folder that isn't
+        committed was found; the Trainer has no such thing), ``lost`` (nothing as new as was reported durable),
+        ``broken`` (the newest isn't what was saved), ``seconds``. Without the programs for power cuts, their rows are
+        missing.
     """
     torch.set_num_threads(1)  # a process with threads must not be forked
     methods = methods or (TRAINER, *(name for name in METHODS if name not in AS_SHIPPED))
@@ -87,9 +88,11 @@ def torture(
             outcomes = list(strike(saver, checker, max(1, round(number * share)), random.Random(f"{method}{event}")))
             row = {"method": method, "event": event, "events": len(outcomes)}
             row |= {name: sum(getattr(one, name) for one in outcomes) for name in ("left_partial", "lost", "broken")}
+            if method == TRAINER:
+                row["left_partial"] = None
             rows.append(row | {"seconds": round(time.monotonic() - begin_s)})
             on_row(rows[-1])
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).convert_dtypes()
 
 
 def lost(table: pd.DataFrame) -> bool:
