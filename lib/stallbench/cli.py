@@ -296,9 +296,10 @@ def torture(
     prepare_libraries(allow_download=False)
     from stallbench import torture as proof
 
-    table = proof.torture(
-        kills, cuts, on_row=lambda row: print(f"{row['method']}, {row['event']}: done", file=sys.stderr)
-    )
+    def told(row: dict) -> None:
+        print(f"{row['method']}, {row['event']}: {row['seconds']} s", file=sys.stderr)
+
+    table = proof.torture(kills, cuts, on_row=told)
     print(table.to_string(index=False, na_rep="-"))
     if proof.lost(table):
         raise typer.Exit(FAILED)
