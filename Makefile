@@ -60,6 +60,7 @@ reference: $(READY)
 	$(BIN)/stallbench run --blocks 5 $(addprefix --method ,$(METHODS)) --out results/reference --no-report
 	$(BIN)/stallbench bench results/reference
 	$(BIN)/stallbench validate --study results/reference
+	$(BIN)/stallbench torture --study results/reference
 	$(BIN)/stallbench report results/reference
 
 clean:

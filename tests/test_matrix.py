@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from stallbench import analysis, matrix, present, tables, trust, verdicts
+from stallbench import analysis, matrix, present, proofs, tables, trust, verdicts
 from stallbench.config import ConfigError
 from stallbench.results import METHOD_VERSION, SCHEMA_VERSION, SPANS, load_study, slowest_rank, trial_id, write_json
 from stallbench.spans import Span
@@ -185,7 +185,7 @@ def test_trials_of_one_seed_must_reach_the_same_losses(study):
     name = trial_id(2, 1, "nas", "trainer", "return")
     other.details[name] = other.details[name] | {"losses": [0.5, 0.1250001]}
     assert trust.determinism(other) == (BLOCKS, BLOCKS - 1)
-    assert "only 2 of them" in present.determinism_words(other)
+    assert "only 2 of them" in proofs.determinism_words(other)
 
 
 def test_noise_larger_than_the_effect_is_said_with_its_number_and_remedy(study):

@@ -19,14 +19,16 @@ ORDER = (
     "checkpointing.__init__", "checkpointing.state", "checkpointing.commit", "checkpointing.direct",
     "checkpointing.writers", "checkpointing.checkpointer",
     "recording", "training", "controls", "results", "trial", "environment", "execute", "study", "attach",
-    "stats", "models", "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present", "report",
-    "bench", "race", "calibration", "volatile_disk", "powercut", "torture", "cli", "__main__",
+    "stats", "models", "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present", "proofs",
+    "report", "bench", "race", "calibration", "volatile_disk", "powercut", "torture", "cli", "__main__",
 )  # fmt: skip
 MEASURING = {
     "spans", "targets", "probe", "workload", "recording", "training", "controls", "trial", "study", "execute", "attach",
     *(name for name in ORDER if name.startswith("checkpointing")),
 }  # fmt: skip
-ANALYSING = {"stats", "models", "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present"}
+ANALYSING = {
+    "stats", "models", "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present", "proofs",
+}  # fmt: skip
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 

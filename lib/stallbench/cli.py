@@ -219,11 +219,12 @@ def report(
     _render(Console(soft_wrap=True, highlight=False), study)
 
 
+_KEEP_HELP = "A study's folder: keep the table there, and its report shows it."
+
+
 @app.command()
 def validate(
-    study: Annotated[
-        Path | None, typer.Option(help="A study's folder: keep the table there, and its report shows it.")
-    ] = None,
+    study: Annotated[Path | None, typer.Option(help=_KEEP_HELP)] = None,
 ) -> None:
     """Check the statistics on studies whose truth is known, synthetic and real ones; exit 1 if a goal is missed."""
     import pandas as pd
@@ -289,18 +290,27 @@ def bench(
 def torture(
     kills: Annotated[int, typer.Option(min=0, help="Kills for each method.")] = 100,
     cuts: Annotated[int, typer.Option(min=0, help="Power cuts for each method.")] = 20,
+    study: Annotated[Path | None, typer.Option(help=_KEEP_HELP)] = None,
 ) -> None:
     """Kill saves and cut their power at random moments; exit 1 if anything durable was lost."""
     from stallbench.workload import prepare_libraries
 
     prepare_libraries(allow_download=False)
     from stallbench import torture as proof
+    from stallbench.results import TORTURE, load_study, write_json
+
+    try:
+        folder = load_study(study).folder if study else None
+    except ConfigError as error:
+        raise _refuse(error) from None
 
     def told(row: dict) -> None:
         print(f"{row['method']}, {row['event']}: {row['seconds']} s", file=sys.stderr)
 
     table = proof.torture(kills, cuts, on_row=told)
     print(table.to_string(index=False, na_rep="-"))
+    if folder:
+        write_json(folder / TORTURE, {"rows": json.loads(table.to_json(orient="records"))})
     if proof.lost(table):
         raise typer.Exit(FAILED)
 

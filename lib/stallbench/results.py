@@ -21,7 +21,8 @@ SCHEMA_VERSION = 2
 #   2  a save begins once the last is durable (settle); raw limits with fio where it is installed
 METHOD_VERSION = 2
 
-STUDY, ENVIRONMENT, VALIDATION, BENCH = "study.json", "environment.json", "validation.json", "bench.json"
+STUDY, ENVIRONMENT = "study.json", "environment.json"
+VALIDATION, BENCH, TORTURE = "validation.json", "bench.json", "torture.json"
 TRIAL, FAILURE, SPANS = "trial.json", "failure.json", "spans.parquet"
 # What tells a trial from the others.
 TRIAL_KEYS = ("trial", "target", "method", "wait", "block")

@@ -1,0 +1,114 @@
+"""The report's proofs of its own soundness: what was checked, by which command, and how it came out."""
+
+import html
+
+import pandas as pd
+
+from stallbench import trust
+from stallbench.analysis import percent
+from stallbench.present import caption, table_html
+from stallbench.results import BENCH, TORTURE, VALIDATION, Study, read_json
+
+
+def validation_html(study: Study) -> str:
+    """Write how often the intervals held the truth on synthetic studies, if that was checked for this study."""
+    path = study.folder / VALIDATION
+    if not path.exists():
+        command = "<code>stallbench validate --study DIR</code>"
+        return f"<p>The intervals' coverage was not checked for this page; {command} does it.</p>"
+    table = pd.DataFrame(read_json(path)["rows"])
+    shown = pd.DataFrame(
+        {
+            "method": table.method,
+            "noise": table.noise,
+            "blocks": table.blocks,
+            "studies": table.studies.map("{:,}".format),
+            "95 % interval holds the truth": _shares(table, "coverage"),
+            "A/A false alarms": _shares(table, "false_alarms"),
+            "goal met": table.passed.map({True: "yes", False: "no"}).where(table.required, "not required"),
+        }
+    )
+    words = (
+        "<p>How often the intervals hold a truth that is known (<code>make validate</code>). Synthetic studies have "
+        "skewed and autocorrelated noise; goals: 93 to 97 % coverage, 3 to 7 % false alarms. <em>Unlike</em>: one "
+        "target spreads six times as much as the other, as a real disk does beside an emulated one; there the "
+        "intervals hold the truth less often than they say. <em>Real saves</em>: small studies really run on emulated "
+        "devices, whose part of a save is arithmetic; goal: the binomial interval holds 95 %. The percentile bootstrap "
+        "stands here to show why it isn't used.</p>"
+    )
+    return words + table_html(shown, index=False)
+
+
+def _shares(table: pd.DataFrame, name: str) -> list[str]:
+    return [
+        "" if pd.isna(share) else f"{share:.1%} ({low:.1%} to {high:.1%})"
+        for share, low, high in zip(table[name], table[f"{name}_low"], table[f"{name}_high"], strict=True)
+    ]
+
+
+def determinism_words(study: Study) -> str:
+    """Say whether trials that trained the same thing reached the same losses."""
+    groups, equal = trust.determinism(study)
+    answer = (
+        "all of them, bit for bit" if equal == groups else f"only {equal} of them: the others are not deterministic"
+    )
+    return f"In {groups} groups of trials with one seed, the losses of all steps are compared: they agree in {answer}."
+
+
+def controls_html(study: Study) -> str:
+    """Write the study's own A/A controls: how many found a difference where there is none."""
+    table = trust.controls(study)
+    if table.empty:
+        return "<p>None: they need trials under both wait rules, and two blocks.</p>"
+    found = f"{int(table.alarm.sum())} of {len(table)} found a difference; about 5 % would by chance."
+    shown = pd.DataFrame(
+        {
+            "what": table.what,
+            "target": table.target,
+            "method": table.method,
+            "difference": [percent(*row) for row in zip(table.difference, table.low, table.high, strict=True)],
+            "false alarm": table.alarm.map({True: "yes", False: "no"}),
+        }
+    )
+    return f"<p>{found}</p><details><summary>each control</summary>{table_html(shown, index=False)}</details>"
+
+
+def bench_html(study: Study) -> str:
+    """Write what the instrument costs, if that was measured for this study."""
+    path = study.folder / BENCH
+    if not path.exists():
+        return "<p>The instrument's cost was not measured for this page; <code>stallbench bench DIR</code> does it.</p>"
+    found = read_json(path)
+    parts = [f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in found['lines'])}</ul>"]
+    for title, rows in found["tables"].items():
+        table = pd.DataFrame(rows).set_index("index").rename_axis(None).dropna(axis="columns", how="all")
+        rates = [name for name in table if name.endswith("_bytes_per_s")]
+        table[rates] = (table[rates] / 1e6).map("{:,.0f}".format)
+        table = table.rename(columns={name: f"{name.removesuffix('_bytes_per_s')}, MB/s" for name in rates})
+        shown = table.map(lambda value: f"{value:.3f}" if isinstance(value, float) else value, na_action="ignore")
+        parts.append(f"<h4>{html.escape(title)}</h4>{table_html(shown.fillna(''))}")
+    words = (
+        "Medians of interleaved rounds in one run: times in seconds, shares of fio's direct I/O at queue depth 8 on "
+        "the same path, and peak memory over the state's size (a copy is 1)."
+    )
+    return "".join(parts) + caption(study, words)
+
+
+def torture_html(study: Study) -> str:
+    """Write what kills and power cuts left of checkpoints, if that was tried for this study."""
+    path = study.folder / TORTURE
+    if not path.exists():
+        return "<p>No save was killed for this page; <code>stallbench torture --study DIR</code> does it.</p>"
+    table = pd.DataFrame(read_json(path)["rows"]).drop(columns="seconds")
+    table.columns = [
+        "method", "event", "events", "partial checkpoint left", "reported, and lost", "newest one broken"
+    ]  # fmt: skip
+    table["partial checkpoint left"] = [f"{value:g}" for value in table["partial checkpoint left"]]
+    words = (
+        "<p>Saves, one right after the other, are killed, or the disk below them loses its power and what wasn't "
+        "flushed, at random moments (<code>make torture</code>). Then the newest checkpoint must be what was saved at "
+        "its step, bit by bit, and no older than the last that was reported durable. The Trainer has no such report: "
+        "there it is the last save that returned; <em>broken</em> is a folder that resuming would pick and that can't "
+        "be read or isn't what was saved.</p>"
+    )
+    return words + table_html(table.replace("nan", "-"), index=False)
