@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import contents, foreign_files
-from stallbench import targets
+from stallbench import storage, targets
 from stallbench.config import ConfigError, Target
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
@@ -146,7 +146,7 @@ def test_paths_may_be_relative_or_hold_a_home_a_variable_or_a_link(tmp_path, mon
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no memory file system here")
 def test_memory_is_called_memory():
-    assert targets.describe(Path("/dev/shm")).medium == "memory"
+    assert storage.describe(Path("/dev/shm")).medium == "memory"
 
 
 @pytest.mark.parametrize(
@@ -155,17 +155,16 @@ def test_memory_is_called_memory():
         ("Samsung SSD 990 PRO", "pcie", "NVMe device (Samsung SSD 990 PRO)"),
         ("Amazon Elastic Block Store", "pcie", "a virtual disk, medium unknown"),
         ("nvme_card-pd", "pcie", "a virtual disk, medium unknown"),
-        ("Linux", "tcp", "a device of unknown medium"),
+        ("Linux", "tcp", "a block device across a network, medium unknown"),
         ("", "", "a device of unknown medium"),
     ],
 )
-def test_nvme_needs_a_pcie_controller_that_is_no_clouds_network_disk(tmp_path, monkeypatch, model, transport, words):
+def test_nvme_needs_a_pcie_controller_that_is_no_clouds_network_disk(tmp_path, model, transport, words):
     block = tmp_path / "nvme0n1"
     (block / "device").mkdir(parents=True)
     (block / "device" / "model").write_text(model + "\n")
     (block / "device" / "transport").write_text(transport + "\n")
-    monkeypatch.setattr(targets, "_block_device", lambda path: block)
-    assert targets._device_words("nvme0n1p1", tmp_path)[0] == words
+    assert storage._kind(block, "no")[0] == words
 
 
 def test_a_left_over_of_the_same_study_does_not_block_it(tmp_path):
@@ -178,11 +177,11 @@ def test_a_left_over_of_the_same_study_does_not_block_it(tmp_path):
 
 
 def test_a_disk_is_called_nvme_only_by_its_own_evidence(tmp_path):
-    storage = targets.describe(tmp_path)
-    assert storage.file_system != "unknown"
+    found = storage.describe(tmp_path)
+    assert found.file_system != "unknown"
     block = Path("/sys/block")
     if block.is_dir() and not any(path.name.startswith("nvme") for path in block.iterdir()):
-        assert "nvme" not in storage.words.lower()
+        assert "nvme" not in found.words.lower()
 
 
 @needs_root
@@ -200,8 +199,8 @@ def test_the_file_below_a_loop_device_is_made_cold_too(tmp_path, tiny):
     if subprocess.run(["mount", "-o", "loop", str(image), str(mount)]).returncode:
         pytest.skip("no loop device here")
     try:
-        assert targets.backing_file(mount) == image
-        assert "loop device" in targets.describe(mount).words
+        assert storage.backing_file(mount) == image
+        assert "loop device" in storage.describe(mount).words
         trial = Trial(TrialConfig.parse(**tiny, target=str(mount), out=str(tmp_path / "out")))
         trial.put_data()
         trial.train()
@@ -221,6 +220,6 @@ def test_mount_options_that_may_name_a_server_or_a_user_are_left_out():
     kept = [
         option
         for option in "rw,vers=4.1,addr=10.0.0.1,username=eve,lowerdir=/home/eve,hard".split(",")
-        if targets._OPTIONS.fullmatch(option)
+        if storage._OPTIONS.fullmatch(option)
     ]
     assert kept == ["rw", "vers=4.1", "hard"]
