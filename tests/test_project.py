@@ -24,8 +24,8 @@ ORDER = (
     "bench", "race", "calibration", "volatile_disk", "powercut", "torture", "cli", "__main__",
 )  # fmt: skip
 MEASURING = {
-    "spans", "storage", "targets", "probe", "workload", "recording", "training", "controls", "trial", "study", "execute",
-    "attach", "preflight", *(name for name in ORDER if name.startswith("checkpointing")),
+    "spans", "storage", "targets", "probe", "workload", "recording", "training", "controls", "trial", "study",
+    "execute", "attach", "preflight", *(name for name in ORDER if name.startswith("checkpointing")),
 }  # fmt: skip
 ANALYSING = {"stats", "models", "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present"}
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -223,3 +223,77 @@ def test_mount_options_that_may_name_a_server_or_a_user_are_left_out():
         if storage._OPTIONS.fullmatch(option)
     ]
     assert kept == ["rw", "vers=4.1", "hard"]
+
+
+def marked(root: Path, study_id: str, **marker) -> Path:
+    folder = root / f"stallbench-{study_id}"
+    folder.mkdir()
+    (folder / targets.MARKER).write_text(json.dumps({"study_id": study_id} | marker))
+    return folder
+
+
+def ended_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def states(root: Path) -> dict[str, str]:
+    return {left.folder.name.removeprefix("stallbench-"): left.state for left in targets.left_overs(root)}
+
+
+def test_clean_takes_only_what_nobody_can_be_using(tmp_path):
+    foreign_files(tmp_path)
+    before = contents(tmp_path)
+    gone = marked(tmp_path, "gone", machine=targets._machine(), pid=ended_pid())
+    (gone / "link").symlink_to(tmp_path / "checkpoint-2", target_is_directory=True)
+    running = marked(tmp_path, "running", machine=targets._machine(), pid=os.getpid())
+    elsewhere = marked(tmp_path, "elsewhere", machine="other", pid=ended_pid())
+    odd = marked(tmp_path, "odd", machine=targets._machine(), pid="1; x")
+    assert states(tmp_path) == {"gone": "gone", "running": "running", "elsewhere": "elsewhere", "odd": "running"}
+    assert [left.folder for left in targets.left_overs(tmp_path) if left.removable] == [gone]
+    assert [targets.clean(folder) for folder in (gone, running, elsewhere, odd)] == [True, False, False, False]
+    assert not targets.clean(running, include_foreign=True)
+    assert targets.clean(elsewhere, include_foreign=True)
+    for folder in (running, odd):
+        targets.remove(folder)
+    assert contents(tmp_path) == before
+
+
+def test_a_folder_killed_before_its_marker_is_removed_only_if_empty_old_and_of_our_name(tmp_path):
+    names = ("0123456789ab", "0123456789ab-0", "fresh6789abc", "0123456789ac", "0123456789ad", "mine")
+    folders = {name: tmp_path / f"stallbench-{name}" for name in names}
+    for folder in folders.values():
+        folder.mkdir()
+    (folders["0123456789ac"] / "notes.txt").write_text("somebody's")
+    link = tmp_path / "stallbench-0123456789ae"
+    link.symlink_to(folders["mine"], target_is_directory=True)
+    for name, folder in folders.items():
+        if name != "0123456789ad":
+            os.utime(folder, (0, 0))
+    targets.sweep(tmp_path)
+    kept = ["0123456789ac", "0123456789ad", "0123456789ae", "fresh6789abc", "mine"]
+    assert owned(tmp_path) == [f"stallbench-{name}" for name in kept]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "huge", "deep", "garbage", "other study", "no text"])
+def test_a_marker_that_lies_protects_its_folder(tmp_path, kind):
+    folder = marked(tmp_path, "0123456789ab", machine=targets._machine(), pid=ended_pid())
+    marker = folder / targets.MARKER
+    honest = marker.read_text()
+    marker.unlink()
+    if kind == "link":
+        (tmp_path / "real.json").write_text(honest)
+        marker.symlink_to(tmp_path / "real.json")
+    elif kind == "pipe":
+        os.mkfifo(marker)
+    elif kind == "folder":
+        marker.mkdir()
+    else:
+        lies = {"huge": honest + " " * 10_000, "deep": "[" * 4000, "garbage": "\x00{", "no text": "[null]"}
+        marker.write_text(lies.get(kind, honest.replace("0123456789ab", "ffffffffffff")))
+    os.utime(folder, (0, 0))
+    targets.sweep(tmp_path)
+    assert targets.left_overs(tmp_path) == []
+    assert not targets.clean(folder, include_foreign=True) and not targets.remove(folder)
+    assert os.path.lexists(marker)

@@ -73,7 +73,7 @@ def examine(target: Target, probe: bool) -> Facts:
     Parameters
     ----------
     probe
-        Measure what it takes and gives back, in our own marked folder, which is removed: at most 330 MB; a second on a
+        Measure what it takes and gives back, in our own marked folder, which is removed: at most 340 MB; a second on a
         fast disk, about 25 s on a very slow one.
 
     Raises
@@ -81,17 +81,22 @@ def examine(target: Target, probe: bool) -> Facts:
     ConfigError
         If a directory is missing or none.
     """
+    own_limits = "no: its limits are its profile's"
     if target.emulated:
-        text = target.location.removeprefix(EMULATED)
-        return Facts(target.name, "emulated", f"emulated {text}: no storage, its time is computed", "certain", "emulated",
-                     durable_by="the emulated device's acknowledgement", probed="no: its limits are its profile's")  # fmt: skip
+        return Facts(
+            target.name, "emulated", f"emulated {target.location.removeprefix(EMULATED)}: its time is computed",
+            "certain", "emulated", durable_by="the emulated device's acknowledgement", probed=own_limits,
+        )  # fmt: skip
     if "://" in target.location:
-        words = f"remote, {target.location.partition('://')[0]}://, medium unknown"
-        return Facts(target.name, "url", words, "certain", where="network", durable_by="the server's acknowledgement",
-                     probed="no: a remote target")  # fmt: skip
+        return Facts(
+            target.name, "url", f"remote, {target.location.partition('://')[0]}://, medium unknown", "certain",
+            where="network", durable_by="the server's acknowledgement", probed="no: a remote target",
+        )  # fmt: skip
     if target.location.startswith(LAB):
-        return Facts(target.name, "lab", "lab: a real block device with an emulated disk's mechanics", "certain",
-                     "emulated", "local", probed="no: its limits are its profile's")  # fmt: skip
+        return Facts(
+            target.name, "lab", "lab: a real block device with an emulated disk's mechanics", "certain", "emulated",
+            "local", durable_by="fsync", probed=own_limits,
+        )  # fmt: skip
     facts = _of_directory(target)
     return _probed(target, facts) if probe else facts
 
@@ -113,6 +118,8 @@ def _of_directory(target: Target) -> Facts:
     device = device_below(folder, mount)
     words, medium, where = classify(mount, device)
     sure = "certain" if medium in {"memory", "network", "nvme"} else "likely"
+    if medium == "memory":
+        facts = replace(facts, durable_by="nothing: it is memory")
     return replace(
         facts, words=words, medium=medium, where=where, sure=sure, file_system=mount.file_system,
         options=mount.options, quota=mount.quota, devices=device.names, rotational=device.rotational,
@@ -137,7 +144,8 @@ def _dirty_limits() -> dict[str, int | str | None]:
         elif ratio:
             settings.append(f"vm.{name}_ratio={ratio}")
     return {
-        "dirty_bytes": limits[0], "dirty_background_bytes": limits[1], "dirty_settings": ", ".join(settings) or "unknown"
+        "dirty_bytes": limits[0], "dirty_background_bytes": limits[1],
+        "dirty_settings": ", ".join(settings) or "unknown",
     }  # fmt: skip
 
 
@@ -236,14 +244,14 @@ def warnings(found: list[Facts]) -> list[str]:
         other = first.setdefault(facts.device_number, facts)
         if other is not facts:
             warned.append(
-                f"{other.name} and {facts.name} lie on one device ({facts.device_number}): they share its speed and can "
-                "show no difference; name a directory on another device"
+                f"{other.name} and {facts.name} lie on one device ({facts.device_number}): they share its speed and "
+                "can show no difference; name a directory on another device"
             )
     cached = [facts for facts in found if facts.kind == "directory" and facts.medium != "memory" and facts.dirty_bytes]
     if cached:
         warned.append(
-            f"this machine holds up to {_size(cached[0].dirty_bytes)} of dirty pages before writers wait: a smaller save "
-            "returns at the speed of memory; compare durable times, or lower vm.dirty_bytes by sysctl"
+            f"this machine holds up to {_size(cached[0].dirty_bytes)} of dirty pages before writers wait: a smaller "
+            "save returns at the speed of memory; compare durable times, or lower vm.dirty_bytes by sysctl"
         )
     return warned
 
@@ -252,8 +260,8 @@ def _warnings_of(facts: Facts) -> list[str]:
     name, found = facts.name, []
     if facts.medium == "memory":
         found.append(
-            f"{name} has {_size(facts.free_bytes)} of memory, not storage: a restart loses all of it, and no figure is a "
-            "disk's; name a directory on a disk"
+            f"{name} has {_size(facts.free_bytes)} of memory, not storage: a restart loses all of it, and no figure is "
+            "a disk's; name a directory on a disk"
         )
     if _is_sync(facts):
         found.append(
@@ -271,24 +279,24 @@ def _warnings_of(facts: Facts) -> list[str]:
         )
     if facts.file_system in {"overlay", "aufs", "fuse.fuse-overlayfs"}:
         found.append(
-            f"{name} is a container's own layer ({facts.file_system}): it goes with the container, and its speed is not "
-            "a mounted volume's; mount a volume and name it"
+            f"{name} is a container's own layer ({facts.file_system}): it goes with the container, and its speed is "
+            "not a mounted volume's; mount a volume and name it"
         )
     if facts.medium == "unknown" and facts.write_cache == "write through" and "virtual" in facts.words:
         found.append(
-            f"{name} has 0 volatile caches by its virtual disk's word: fsync sends no flush, so that durable is what the "
-            "host makes of it; look up the host's cache mode"
+            f"{name} has 0 volatile caches by its virtual disk's word: fsync sends no flush, so that durable is what "
+            "the host makes of it; look up the host's cache mode"
         )
     if facts.fell:
         found.append(
-            f"{name} fell from {_rate(facts.first_bytes_per_s)} to {_rate(facts.last_bytes_per_s)} within 64 MiB: burst "
-            "credits or a small fast region end, and early saves flatter it; wait until they refill, and run a study "
+            f"{name} fell from {_rate(facts.first_bytes_per_s)} to {_rate(facts.last_bytes_per_s)} within 64 MiB: "
+            "burst credits or a small fast region end, and early saves flatter it; wait until they refill, and run a study "
             "long enough to use them up"
         )
     if facts.quota == "on":
         found.append(
-            f"{name} has a quota, and the {_size(facts.free_bytes)} free don't count it: a save may fail before the disk "
-            "is full; look with quota -s"
+            f"{name} has a quota, and the {_size(facts.free_bytes)} free don't count it: a save may fail before the "
+            "disk is full; look with quota -s"
         )
     return found + _room_warnings(facts)
 

@@ -1,10 +1,13 @@
 """The commands that look at targets and tidy them: a thin face over ``preflight`` and ``targets``."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stallbench.config import DEFAULT_DISK, DEFAULT_TARGETS, ConfigError, Target, parse_target
+
+if TYPE_CHECKING:
+    from stallbench.targets import LeftOver
 
 REFUSED = 2
 
@@ -69,7 +72,7 @@ def clean(
         typer.echo("Nothing was removed; add --yes.")
 
 
-def _words(left) -> str:
+def _words(left: "LeftOver") -> str:
     states = {
         "gone": "its study has ended",
         "unmarked": "empty, its study was killed at once",

@@ -6,6 +6,7 @@ where a system has neither, they are "unknown".
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -179,7 +180,7 @@ def device_below(path: Path, mount: Mount) -> Device:
     )
 
 
-def _one(values) -> str:
+def _one(values: Iterable[str]) -> str:
     found = set(values)
     return found.pop() if len(found) == 1 else "mixed"
 
