@@ -99,22 +99,22 @@ def test_a_virtual_disks_word_is_not_believed(machine):
 @pytest.mark.parametrize(
     ("fstype", "device", "opts"),
     [
-        ("nfs4", "10.0.0.7:/export/eve", "rw,vers=4.2,soft,addr=10.0.0.7,clientaddr=10.0.0.9"),
+        ("nfs4", "10.0.0.7:/export/mallory", "rw,vers=4.2,soft,addr=10.0.0.7,clientaddr=10.0.0.9"),
         ("lustre", "mgs@tcp:/scratch", "rw,flock"),
-        ("cifs", "//nas/eve", "rw,vers=3.1.1,username=eve"),
-        ("ceph", "mon:/", "rw,name=eve"),
-        ("fuse.sshfs", "eve@nas:/data", "rw,user_id=0"),
+        ("cifs", "//nas/mallory", "rw,vers=3.1.1,username=mallory"),
+        ("ceph", "mon:/", "rw,name=mallory"),
+        ("fuse.sshfs", "mallory@nas:/data", "rw,user_id=0"),
     ],
 )
 def test_network_file_systems_tell_no_server_and_no_user(machine, fstype, device, opts):
     facts = machine.examine(fstype, device, opts)
     assert (facts.medium, facts.where, facts.devices) == ("network", "network", ())
-    assert not re.search(r"eve|10\.0|nas|mgs|mon:", str(asdict(facts)))
+    assert not re.search(r"mallory|10\.0|nas|mgs|mon:", str(asdict(facts)))
     assert any("soft" in text for text in preflight.warnings([facts])) == ("soft" in opts)
 
 
 def test_an_overlay_and_a_fuse_without_a_device(machine):
-    facts = machine.examine("overlay", "overlay", "rw,lowerdir=/home/eve")
+    facts = machine.examine("overlay", "overlay", "rw,lowerdir=/home/mallory")
     assert facts.medium == "unknown" and "mount a volume" in preflight.warnings([facts])[0]
     facts = machine.examine("fuse.thing", "thing")
     assert (facts.medium, facts.where, facts.rotational) == ("unknown",) * 3
@@ -124,7 +124,7 @@ def test_an_overlay_and_a_fuse_without_a_device(machine):
 def test_md_and_lvm_are_what_lies_below_them(machine):
     disks = [machine.block(name, "1", vendor="ATA", model="ST8000") for name in ("sda", "sdb")]
     array = machine.joined("md0", *(machine.partition(disk) for disk in disks))
-    facts = machine.examine("xfs", "/dev/mapper/vg-eve", below=machine.joined("dm-0", array))
+    facts = machine.examine("xfs", "/dev/mapper/vg-mallory", below=machine.joined("dm-0", array))
     assert facts.devices == ("dm-0", "sda", "sdb")
     assert (facts.medium, facts.rotational, facts.write_cache) == ("rotational", "yes", "write back")
 
@@ -197,14 +197,14 @@ def test_a_slowing_device_is_warned_about(tmp_path, monkeypatch):
 
 def test_targets_without_a_directory_say_what_they_are():
     for location, kind, words in (
-        ("s3://eve-bucket/models", "url", "s3://"),
-        ("sftp://eve@nas/x", "url", "sftp://"),
+        ("s3://mallory-bucket/models", "url", "s3://"),
+        ("sftp://mallory@nas/x", "url", "sftp://"),
         ("emulated:hdd-nas-1gbe", "emulated", "emulated hdd-nas-1gbe"),
         ("lab:hdd", "lab", "block device"),
     ):
         facts = preflight.examine(at(location), probe=True)
         text = "\n".join(preflight.lines(facts))
-        assert facts.kind == kind and words in text and "eve" not in text
+        assert facts.kind == kind and words in text and "mallory" not in text
         assert preflight.warnings([facts]) == []
     assert "acknowledgement" in preflight.examine(at("s3://b"), probe=True).durable_by
 

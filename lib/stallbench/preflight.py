@@ -290,8 +290,8 @@ def _warnings_of(facts: Facts) -> list[str]:
     if facts.fell:
         found.append(
             f"{name} fell from {_rate(facts.first_bytes_per_s)} to {_rate(facts.last_bytes_per_s)} within 64 MiB: "
-            "burst credits or a small fast region end, and early saves flatter it; wait until they refill, and run a study "
-            "long enough to use them up"
+            "burst credits or a small fast region end, and early saves flatter it; wait until they refill, and run a "
+            "study long enough to use them up"
         )
     if facts.quota == "on":
         found.append(
