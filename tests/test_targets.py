@@ -271,6 +271,7 @@ def test_a_folder_killed_before_its_marker_is_removed_only_if_empty_old_and_of_o
     for name, folder in folders.items():
         if name != "0123456789ad":
             os.utime(folder, (0, 0))
+    assert states(tmp_path) == {"0123456789ab": "unmarked", "0123456789ab-0": "unmarked"}
     targets.sweep(tmp_path)
     kept = ["0123456789ac", "0123456789ad", "0123456789ae", "fresh6789abc", "mine"]
     assert owned(tmp_path) == [f"stallbench-{name}" for name in kept]
@@ -297,3 +298,21 @@ def test_a_marker_that_lies_protects_its_folder(tmp_path, kind):
     assert targets.left_overs(tmp_path) == []
     assert not targets.clean(folder, include_foreign=True) and not targets.remove(folder)
     assert os.path.lexists(marker)
+
+
+def test_what_comes_into_an_unmarked_folder_at_the_last_moment_keeps_it(tmp_path, monkeypatch):
+    folder = tmp_path / "stallbench-0123456789ab"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("somebody's")
+    monkeypatch.setattr(targets, "_is_unmarked", lambda folder: True)
+    assert not targets.clean(folder)
+    assert (folder / "notes.txt").exists()
+
+
+def test_two_studies_on_one_target_do_not_see_each_other(tmp_path):
+    one = Target(name="t", location=str(tmp_path))
+    with targets.claim(one, "0123456789ab-0") as first:
+        with targets.claim(one, "0123456789ac-0") as second:
+            assert not any(left.removable for left in targets.left_overs(tmp_path))
+            assert not targets.clean(first, include_foreign=True) and not targets.clean(second, include_foreign=True)
+        assert owned(tmp_path) == [first.name]
