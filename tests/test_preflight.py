@@ -301,7 +301,34 @@ def test_a_real_fuse_mount_that_takes_no_folder(tmp_path):
             pytest.skip("nbdfuse doesn't mount here")
         facts = preflight.examine(at(served), probe=True)
         assert facts.file_system.startswith("fuse") and facts.medium == "unknown" and facts.where == "unknown"
-        assert facts.probed.startswith("no:")
+        assert "a program serves" in facts.words and facts.probed.startswith("no:")
     finally:
         subprocess.run(["umount", "--lazy", str(served)], check=False)
         process.wait(timeout=20)
+
+
+@needs_root
+def test_a_place_that_takes_no_files_is_described_all_the_same(tmp_path):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=2g", "tmpfs", str(tmp_path)], check=True)
+    try:
+        assert preflight.examine(at(tmp_path), probe=True).probed == "no: it takes no files"
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_killed_study_is_cleaned_by_the_command_and_foreign_files_stay(tmp_path):
+    foreign_files(tmp_path)
+    before = contents(tmp_path)
+    script = (
+        "import os, signal, sys; from stallbench import targets; from stallbench.config import Target\n"
+        "with targets.claim(Target(name='t', location=sys.argv[1]), '0123456789ab-0') as folder:\n"
+        "    (folder / 'link').symlink_to(folder.parent / 'checkpoint-2'); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script, str(tmp_path)]).returncode == -9
+    left = tmp_path / "stallbench-0123456789ab-0"
+    app = typer.Typer()
+    app.command()(preflight_cli.clean)
+    listed = CliRunner().invoke(app, [f"t={tmp_path}"]).output
+    assert left.name in listed and "its study has ended" in listed and "add --yes" in listed and left.exists()
+    assert ": removed" in CliRunner().invoke(app, [f"t={tmp_path}", "--yes"]).output
+    assert not left.exists() and contents(tmp_path) == before
