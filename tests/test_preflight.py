@@ -332,3 +332,9 @@ def test_a_killed_study_is_cleaned_by_the_command_and_foreign_files_stay(tmp_pat
     assert left.name in listed and "its study has ended" in listed and "add --yes" in listed and left.exists()
     assert ": removed" in CliRunner().invoke(app, [f"t={tmp_path}", "--yes"]).output
     assert not left.exists() and contents(tmp_path) == before
+
+
+def test_a_mount_that_flushes_no_cache_is_warned_about_and_noquota_is_believed(machine):
+    facts = machine.examine("xfs", opts="rw,nobarrier,noquota")
+    assert facts.quota == "off"
+    assert "durable is not" in "\n".join(preflight.warnings([facts]))
