@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import contents, foreign_files
-from stallbench import targets
+from stallbench import storage, targets
 from stallbench.config import ConfigError, Target
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
@@ -146,7 +146,7 @@ def test_paths_may_be_relative_or_hold_a_home_a_variable_or_a_link(tmp_path, mon
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no memory file system here")
 def test_memory_is_called_memory():
-    assert targets.describe(Path("/dev/shm")).medium == "memory"
+    assert storage.describe(Path("/dev/shm")).medium == "memory"
 
 
 @pytest.mark.parametrize(
@@ -155,17 +155,16 @@ def test_memory_is_called_memory():
         ("Samsung SSD 990 PRO", "pcie", "NVMe device (Samsung SSD 990 PRO)"),
         ("Amazon Elastic Block Store", "pcie", "a virtual disk, medium unknown"),
         ("nvme_card-pd", "pcie", "a virtual disk, medium unknown"),
-        ("Linux", "tcp", "a device of unknown medium"),
+        ("Linux", "tcp", "a block device across a network, medium unknown"),
         ("", "", "a device of unknown medium"),
     ],
 )
-def test_nvme_needs_a_pcie_controller_that_is_no_clouds_network_disk(tmp_path, monkeypatch, model, transport, words):
+def test_nvme_needs_a_pcie_controller_that_is_no_clouds_network_disk(tmp_path, model, transport, words):
     block = tmp_path / "nvme0n1"
     (block / "device").mkdir(parents=True)
     (block / "device" / "model").write_text(model + "\n")
     (block / "device" / "transport").write_text(transport + "\n")
-    monkeypatch.setattr(targets, "_block_device", lambda path: block)
-    assert targets._device_words("nvme0n1p1", tmp_path)[0] == words
+    assert storage._kind(block, "no")[0] == words
 
 
 def test_a_left_over_of_the_same_study_does_not_block_it(tmp_path):
@@ -178,11 +177,11 @@ def test_a_left_over_of_the_same_study_does_not_block_it(tmp_path):
 
 
 def test_a_disk_is_called_nvme_only_by_its_own_evidence(tmp_path):
-    storage = targets.describe(tmp_path)
-    assert storage.file_system != "unknown"
+    found = storage.describe(tmp_path)
+    assert found.file_system != "unknown"
     block = Path("/sys/block")
     if block.is_dir() and not any(path.name.startswith("nvme") for path in block.iterdir()):
-        assert "nvme" not in storage.words.lower()
+        assert "nvme" not in found.words.lower()
 
 
 @needs_root
@@ -200,8 +199,8 @@ def test_the_file_below_a_loop_device_is_made_cold_too(tmp_path, tiny):
     if subprocess.run(["mount", "-o", "loop", str(image), str(mount)]).returncode:
         pytest.skip("no loop device here")
     try:
-        assert targets.backing_file(mount) == image
-        assert "loop device" in targets.describe(mount).words
+        assert storage.backing_file(mount) == image
+        assert "loop device" in storage.describe(mount).words
         trial = Trial(TrialConfig.parse(**tiny, target=str(mount), out=str(tmp_path / "out")))
         trial.put_data()
         trial.train()
@@ -221,6 +220,99 @@ def test_mount_options_that_may_name_a_server_or_a_user_are_left_out():
     kept = [
         option
         for option in "rw,vers=4.1,addr=10.0.0.1,username=eve,lowerdir=/home/eve,hard".split(",")
-        if targets._OPTIONS.fullmatch(option)
+        if storage._OPTIONS.fullmatch(option)
     ]
     assert kept == ["rw", "vers=4.1", "hard"]
+
+
+def marked(root: Path, study_id: str, **marker) -> Path:
+    folder = root / f"stallbench-{study_id}"
+    folder.mkdir()
+    (folder / targets.MARKER).write_text(json.dumps({"study_id": study_id} | marker))
+    return folder
+
+
+def ended_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def states(root: Path) -> dict[str, str]:
+    return {left.folder.name.removeprefix("stallbench-"): left.state for left in targets.left_overs(root)}
+
+
+def test_clean_takes_only_what_nobody_can_be_using(tmp_path):
+    foreign_files(tmp_path)
+    before = contents(tmp_path)
+    gone = marked(tmp_path, "gone", machine=targets._machine(), pid=ended_pid())
+    (gone / "link").symlink_to(tmp_path / "checkpoint-2", target_is_directory=True)
+    running = marked(tmp_path, "running", machine=targets._machine(), pid=os.getpid())
+    elsewhere = marked(tmp_path, "elsewhere", machine="other", pid=ended_pid())
+    odd = marked(tmp_path, "odd", machine=targets._machine(), pid="1; x")
+    assert states(tmp_path) == {"gone": "gone", "running": "running", "elsewhere": "elsewhere", "odd": "running"}
+    assert [left.folder for left in targets.left_overs(tmp_path) if left.removable] == [gone]
+    assert [targets.clean(folder) for folder in (gone, running, elsewhere, odd)] == [True, False, False, False]
+    assert not targets.clean(running, include_foreign=True)
+    assert targets.clean(elsewhere, include_foreign=True)
+    for folder in (running, odd):
+        targets.remove(folder)
+    assert contents(tmp_path) == before
+
+
+def test_a_folder_killed_before_its_marker_is_removed_only_if_empty_old_and_of_our_name(tmp_path):
+    names = ("0123456789ab", "0123456789ab-0", "fresh6789abc", "0123456789ac", "0123456789ad", "mine")
+    folders = {name: tmp_path / f"stallbench-{name}" for name in names}
+    for folder in folders.values():
+        folder.mkdir()
+    (folders["0123456789ac"] / "notes.txt").write_text("somebody's")
+    link = tmp_path / "stallbench-0123456789ae"
+    link.symlink_to(folders["mine"], target_is_directory=True)
+    for name, folder in folders.items():
+        if name != "0123456789ad":
+            os.utime(folder, (0, 0))
+    assert states(tmp_path) == {"0123456789ab": "unmarked", "0123456789ab-0": "unmarked"}
+    targets.sweep(tmp_path)
+    kept = ["0123456789ac", "0123456789ad", "0123456789ae", "fresh6789abc", "mine"]
+    assert owned(tmp_path) == [f"stallbench-{name}" for name in kept]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "huge", "deep", "garbage", "other study", "no text"])
+def test_a_marker_that_lies_protects_its_folder(tmp_path, kind):
+    folder = marked(tmp_path, "0123456789ab", machine=targets._machine(), pid=ended_pid())
+    marker = folder / targets.MARKER
+    honest = marker.read_text()
+    marker.unlink()
+    if kind == "link":
+        (tmp_path / "real.json").write_text(honest)
+        marker.symlink_to(tmp_path / "real.json")
+    elif kind == "pipe":
+        os.mkfifo(marker)
+    elif kind == "folder":
+        marker.mkdir()
+    else:
+        lies = {"huge": honest + " " * 10_000, "deep": "[" * 4000, "garbage": "\x00{", "no text": "[null]"}
+        marker.write_text(lies.get(kind, honest.replace("0123456789ab", "ffffffffffff")))
+    os.utime(folder, (0, 0))
+    targets.sweep(tmp_path)
+    assert targets.left_overs(tmp_path) == []
+    assert not targets.clean(folder, include_foreign=True) and not targets.remove(folder)
+    assert os.path.lexists(marker)
+
+
+def test_what_comes_into_an_unmarked_folder_at_the_last_moment_keeps_it(tmp_path, monkeypatch):
+    folder = tmp_path / "stallbench-0123456789ab"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("somebody's")
+    monkeypatch.setattr(targets, "_is_unmarked", lambda folder: True)
+    assert not targets.clean(folder)
+    assert (folder / "notes.txt").exists()
+
+
+def test_two_studies_on_one_target_do_not_see_each_other(tmp_path):
+    one = Target(name="t", location=str(tmp_path))
+    with targets.claim(one, "0123456789ab-0") as first:
+        with targets.claim(one, "0123456789ac-0") as second:
+            assert not any(left.removable for left in targets.left_overs(tmp_path))
+            assert not targets.clean(first, include_foreign=True) and not targets.clean(second, include_foreign=True)
+        assert owned(tmp_path) == [first.name]

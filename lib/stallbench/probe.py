@@ -29,6 +29,9 @@ PAGE_BYTES = 4 << 10
 RANDOM_READS = 64
 SMALL_FILES = 16
 LIMIT_S = 5.0  # a pattern starts no request later than this: a slow disk is probed with fewer bytes
+CHUNKS = 8
+CHUNK_BYTES = 8 << 20
+CHUNKS_LIMIT_S = 4.0
 
 _NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM}
 _NO_AIO = {errno.EAGAIN, errno.ENOSYS}  # the system's limit on asynchronous I/O is reached, or a sandbox forbids it
@@ -244,3 +247,50 @@ def _small_files(folder: Path) -> Measured:
             sync_file(fresh.parent)
             count += 1
         return Measured("own", count * PAGE_BYTES, start_s, time.monotonic())
+
+
+def chunk_rates(folder: Path) -> list[float]:
+    """Write up to eight chunks of 8 MiB one after the other, each past the page cache and put on stable storage.
+
+    A device that lends speed (burst credits of a cloud's disk, a drive's fast region) may slow down on the way. At most
+    64 MiB are written, no chunk is begun after ``CHUNKS_LIMIT_S``, and the file is removed.
+
+    Returns
+    -------
+    list of float
+        Rates of the chunks in bytes/s, in the order of writing.
+
+    Raises
+    ------
+    OSError
+        If the path fails, for example ENOSPC.
+    """
+    path = folder / "chunks.bin"
+    buffer = mmap.mmap(-1, CHUNK_BYTES)
+    rates = []
+    try:
+        descriptor = _open_direct(path)
+        try:
+            last_s = time.monotonic() + CHUNKS_LIMIT_S
+            while len(rates) < CHUNKS and time.monotonic() < last_s:
+                buffer[:] = os.urandom(CHUNK_BYTES)
+                start_s = time.monotonic()
+                if os.pwrite(descriptor, buffer, len(rates) * CHUNK_BYTES) != CHUNK_BYTES:
+                    raise OSError(errno.ENOSPC, "short transfer")
+                sync_file(path)
+                rates.append(CHUNK_BYTES / (time.monotonic() - start_s))
+        finally:
+            os.close(descriptor)
+    finally:
+        path.unlink(missing_ok=True)
+    return rates
+
+
+def _open_direct(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT:
+            raise
+        return os.open(path, flags, 0o600)

@@ -1,4 +1,4 @@
-"""What a place is, whether it can serve, and the one folder on it that is ours."""
+"""Whether a place can serve, and the one folder on it that is ours."""
 
 import errno
 import hashlib
@@ -7,109 +7,27 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from stallbench import emulated
 from stallbench.config import EMULATED, ConfigError, Target
-from stallbench.pagecache import files_below
+from stallbench.pagecache import files_below, tree_size
+from stallbench.storage import Storage, describe
 
 MARKER = "stallbench.json"
+MARKER_LIMIT_BYTES = 4096  # a hundred are in use
 MARGIN_BYTES = 64 << 20
-
-_NETWORK = re.compile(
-    r"nfs4?|cifs|smb3?|smbfs|lustre|ceph|glusterfs|beegfs|gpfs|9p|afpfs|fuse\.(sshfs|s3fs|rclone|.*fs)"
-)
-_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
-# Options that say how bytes travel; all others may carry a path, a server or a user name.
-_OPTIONS = re.compile(
-    r"(ro|rw|sync|async|dirsync|noatime|relatime|discard|barrier|nobarrier|hard|soft|nolock|noac|local"
-    r"|(vers|proto|rsize|wsize|nconnect|data|compress|cache|commit|actimeo|size)(=[\w:.-]*)?)"
-)
-
-
-@dataclass(frozen=True)
-class Storage:
-    """What is known about a place, without its path.
-
-    ``words`` says it in words; ``medium`` is ``emulated``, ``memory``, ``network``, ``nvme``, ``solid state``,
-    ``rotational`` or ``unknown``, and never more than the device itself proves.
-    """
-
-    words: str
-    medium: str
-    file_system: str = "unknown"
-    options: tuple[str, ...] = ()
-
-
-def describe(path: Path) -> Storage:
-    """Say what storage lies below ``path``, from the mount table and the device's own entries in sysfs."""
-    mounts = psutil.disk_partitions(all=True)
-    real = Path(os.path.realpath(path))
-    below = [mount for mount in mounts if real.is_relative_to(mount.mountpoint)]
-    if not below:
-        return Storage("storage of unknown kind", "unknown")
-    mount = max(reversed(below), key=lambda mount: len(mount.mountpoint))
-    options = tuple(option for option in mount.opts.split(",") if _OPTIONS.fullmatch(option))
-    words, medium = _words(mount.fstype, mount.device, real)
-    return Storage(words, medium, mount.fstype, options)
-
-
-def _words(file_system: str, device: str, path: Path) -> tuple[str, str]:
-    if file_system in _MEMORY:
-        return f"{file_system}: this is memory, not storage", "memory"
-    if _NETWORK.fullmatch(file_system):
-        return f"{file_system}: a network file system", "network"
-    if file_system == "overlay":
-        return "overlay file system of a container, medium unknown", "unknown"
-    words, medium = _device_words(Path(device).name, path)
-    return f"{file_system} on {words}", medium
-
-
-def _block_device(path: Path) -> Path:
-    """Give the sysfs folder of the whole device below ``path``; one that doesn't exist where there is none."""
-    number = path.stat().st_dev
-    block = Path(os.path.realpath(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}"))
-    return block.parent if (block / "partition").exists() else block
-
-
-def backing_file(path: Path) -> Path | None:
-    """Give the file that a loop device below ``path`` keeps its bytes in: its pages are one more cache to drop."""
-    found = Path(_read(_block_device(path) / "loop" / "backing_file"))
-    return found if found.is_absolute() and found.is_file() else None
-
-
-def _device_words(device: str, path: Path) -> tuple[str, str]:
-    block = _block_device(path)
-    model, vendor = (_read(block / "device" / name) for name in ("model", "vendor"))
-    if re.match(r"(vd|xvd)[a-z]", device) or re.search(
-        r"QEMU|VMware|VBOX|Virtual|Elastic Block|PersistentDisk|nvme_card-pd|MSFT NVMe", model + vendor
-    ):
-        return "a virtual disk, medium unknown", "unknown"
-    if block.name.startswith("loop"):
-        return "a loop device, its bytes in a file elsewhere", "unknown"
-    if block.name.startswith("nvme") and _read(block / "device" / "transport") == "pcie":  # not NVMe over a fabric
-        return f"NVMe device ({model or 'model unknown'})", "nvme"
-    if re.match(r"sd[a-z]", block.name):
-        rotational = _read(block / "queue" / "rotational")
-        if rotational == "1":
-            return "a disk that the kernel calls rotational", "rotational"
-        if rotational == "0":
-            return "a disk that the kernel calls solid state", "solid state"
-    return "a device of unknown medium", "unknown"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+UNMARKED_AFTER_S = 60.0  # between making a folder and marking it lie milliseconds
+_NAME = re.compile(r"stallbench-[0-9a-f]{12}(-\d+)?")
 
 
 @dataclass
@@ -256,14 +174,102 @@ def _machine() -> str:
 
 
 def _owned(folder: Path) -> dict | None:
-    """Read the marker of a folder of ours; None for anything else, a link included."""
+    """Read the marker of a folder of ours; None for anything else, as a link or a large file."""
     try:
         if folder.is_symlink() or not folder.is_dir():
             return None
-        marker = json.loads((folder / MARKER).read_text())
-    except (OSError, ValueError):
+        marker = json.loads(_small_file(folder / MARKER))
+    except (OSError, ValueError, RecursionError):
         return None
     return marker if isinstance(marker, dict) and folder.name == f"stallbench-{marker.get('study_id')}" else None
+
+
+def _small_file(path: Path) -> bytes:
+    # A stranger's marker may be a link, a pipe that would block for ever, or anything of any size.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MARKER_LIMIT_BYTES:
+            raise ValueError("no marker of ours")
+        return os.read(descriptor, MARKER_LIMIT_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+class LeftOver(NamedTuple):
+    """A folder of ours that lies on a target.
+
+    ``state`` is ``gone`` (its owner ran on this machine and has ended), ``unmarked`` (empty, of an owner that was
+    killed before it wrote the marker), ``running`` (a process of the owner's number lives) or ``elsewhere`` (another
+    machine or container made it: whether its owner lives can't be told). ``size_bytes`` is None where it can't be read.
+    """
+
+    folder: Path
+    state: str
+    age_s: float
+    size_bytes: int | None
+
+    @property
+    def removable(self) -> bool:
+        """Whether nobody can be using it."""
+        return self.state in {"gone", "unmarked"}
+
+
+def left_overs(root: Path) -> list[LeftOver]:
+    """List our folders in ``root``; what carries no valid marker is not listed, but for empty folders of our name."""
+    found = []
+    for folder in sorted(root.glob("stallbench-*")):
+        state = _state(folder)
+        if state:
+            try:
+                age_s, size_bytes = time.time() - folder.lstat().st_mtime, tree_size(folder)[0]
+            except OSError:  # being removed, or not ours to read
+                age_s, size_bytes = 0.0, None
+            found.append(LeftOver(folder, state, max(0.0, age_s), size_bytes))
+    return found
+
+
+def _state(folder: Path) -> str | None:
+    marker = _owned(folder)
+    if marker is None:
+        return "unmarked" if _is_unmarked(folder) else None
+    if marker.get("machine") != _machine():
+        return "elsewhere"
+    pid = marker.get("pid")
+    # A number that makes no sense names nobody who could have ended.
+    return "gone" if type(pid) is int and 0 < pid < 1 << 31 and not psutil.pid_exists(pid) else "running"
+
+
+def _is_unmarked(folder: Path) -> bool:
+    try:
+        found = folder.lstat()
+        old = time.time() - found.st_mtime > UNMARKED_AFTER_S
+        return bool(_NAME.fullmatch(folder.name)) and stat.S_ISDIR(found.st_mode) and old and not os.listdir(folder)
+    except OSError:
+        return False
+
+
+def clean(folder: Path, include_foreign: bool = False) -> bool:
+    """Remove one of ``left_overs`` if its owner is gone, by what is found now.
+
+    Parameters
+    ----------
+    include_foreign
+        Remove what another machine made too: the caller knows that nothing runs there.
+
+    Returns
+    -------
+    bool
+        Whether it was removed. A running study's folder never is.
+    """
+    state = _state(folder)
+    if state == "unmarked":
+        try:
+            folder.rmdir()  # never recursively: it fails if anything came into it
+        except OSError:
+            return False
+        return True
+    return (state == "gone" or (state == "elsewhere" and include_foreign)) and remove(folder)
 
 
 @contextmanager
@@ -299,11 +305,9 @@ def claim(target: Target, study_id: str) -> Iterator[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Remove the marked folders that killed runs of this machine left in ``root``."""
+    """Remove the folders that killed runs of this machine left in ``root``."""
     for folder in sorted(root.glob("stallbench-*")):
-        marker = _owned(folder)
-        if marker and marker.get("machine") == _machine() and not psutil.pid_exists(marker["pid"]):
-            remove(folder)
+        clean(folder)
 
 
 def remove(folder: Path) -> bool:

@@ -25,6 +25,7 @@ from stallbench.privacy import Redactor
 from stallbench.probe import raw_limits
 from stallbench.results import FAILURE, METHOD_VERSION, SCHEMA_VERSION, SPANS, TRIAL, trial_id, write_json
 from stallbench.spans import Span, Timeline
+from stallbench.storage import backing_file
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -141,7 +142,7 @@ class Trial:
         states = {"cache_data": drop_tree(folder), "cache_metadata": drop_metadata(), "cache_server": "unknown"}
         if self.workspace.storage.medium == "memory":
             states["cache_server"] = "warm"
-        elif beneath := targets.backing_file(folder):
+        elif beneath := backing_file(folder):
             states["cache_server"] = drop_files([beneath])
         return states
 
