@@ -125,14 +125,6 @@ def test_one_directory_twice_is_refused_unless_it_is_a_control(tmp_path):
     assert check(str(tmp_path), str(tmp_path), control=True) == []
 
 
-def test_two_targets_on_one_device_are_warned_about(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    assert check(str(tmp_path / "a"), str(tmp_path / "b")) == [
-        "targets t0 and t1 lie on the same device; expect no difference"
-    ]
-
-
 def test_paths_may_be_relative_or_hold_a_home_a_variable_or_a_link(tmp_path, monkeypatch):
     place = tmp_path / "a b"
     place.mkdir()

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from stallbench import __version__
+from stallbench import __version__, preflight_cli
 from stallbench.config import (
     DEFAULT_DISK,
     DEFAULT_TARGETS,
@@ -150,15 +150,13 @@ def _study_config(
 
 
 def _announce(console: Console, config: StudyConfig, ahead: Any, todo: int, folder: Path) -> None:
-    from stallbench.targets import storage_of
-
     waits = " and ".join(f"wait={wait}" for wait in config.waits)
     methods = ", ".join(config.methods)
     console.print(
         f"{config.trials} trials: {config.blocks} blocks x {len(config.targets)} targets x {methods} x {waits}"
     )
-    for target in config.targets:
-        console.print(f"  {target.name}: {storage_of(target)['words']}", markup=False)
+    for line in ahead.facts:
+        console.print(line, markup=False)
     if todo < config.trials:
         console.print(f"{config.trials - todo} of {config.trials} trials are there already.")
     if todo:
@@ -313,6 +311,10 @@ def torture(
         write_json(folder / TORTURE, {"rows": json.loads(table.to_json(orient="records"))})
     if proof.lost(table):
         raise typer.Exit(FAILED)
+
+
+app.command()(preflight_cli.targets)
+app.command()(preflight_cli.clean)
 
 
 @app.command()

@@ -254,6 +254,18 @@ def worked_example_words() -> str:
     )
 
 
+def targets_html(study: Study) -> str:
+    """Write what was known of each target before anything was measured."""
+    found = study.environment.get("targets", {})
+    parts = [
+        f"<details><summary>{html.escape(called(study, name))}: what its system says</summary>"
+        f"<ul>{''.join(f'<li>{html.escape(line.strip())}</li>' for line in lines)}</ul></details>"
+        for name, lines in found.items()
+        if lines
+    ]
+    return "".join(parts)
+
+
 def summary_html(study: Study) -> str:
     """Write one line a condition, folded away where there are many."""
     lines = "".join(f"<li>{html.escape(line)}</li>" for line in summary_lines(study))

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from stallbench import emulated, targets, workload
+from stallbench import emulated, preflight, targets, workload
 from stallbench.config import EMULATED, NOTEBOOKS, ConfigError, Method, StudyConfig, Target, Wait, Workload
 from stallbench.environment import capture
 from stallbench.execute import execute_notebook, kernel_environment
@@ -72,10 +72,14 @@ def plan(config: StudyConfig) -> list[list[PlannedTrial]]:
 
 @dataclass(frozen=True)
 class Preview:
-    """What a study will do: bytes written on each target (None where that can't be known yet), seconds."""
+    """What a study will do: bytes written on each target (None where that can't be known yet), seconds.
+
+    ``facts`` says in lines what each target is.
+    """
 
     written_bytes: int | None
     seconds: float
+    facts: list[str]
     warnings: list[str]
 
 
@@ -89,6 +93,9 @@ def preview(config: StudyConfig) -> Preview:
     """
     needed_bytes = max(workload.planned_bytes(config, method, wait) or 0 for method, wait in config.conditions)
     warnings = targets.check(config.targets, needed_bytes, config.control)
+    found = [preflight.examine(target, probe=False) for target in config.targets]
+    facts = [line for one in found for line in preflight.lines(one)]
+    warnings += preflight.warnings(found)
     for method in config.methods:
         workload.check_memory(method, config.model)
     if len(config.targets) == 1:
@@ -109,7 +116,7 @@ def preview(config: StudyConfig) -> Preview:
         for target in config.targets
         for method, _ in config.conditions
     )
-    return Preview(written_bytes, seconds * config.blocks, warnings)
+    return Preview(written_bytes, seconds * config.blocks, facts, warnings)
 
 
 def _guess_s(config: StudyConfig, target: Target, saves: int, checkpoint_bytes: int) -> float:
@@ -141,7 +148,9 @@ def open_folder(config: StudyConfig, folder: Path, show_paths: bool) -> dict[str
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"out={str(folder)!r} is not empty and holds no study; name a fresh folder with --out")
     request = _request(config, uuid4().hex[:12], show_paths)
-    environment = _redactor(config, show_paths).tree(capture())
+    found = [preflight.examine(target, probe=False) for target in config.targets]
+    facts = {one.name: preflight.lines(one)[1:] for one in found}
+    environment = _redactor(config, show_paths).tree(capture() | {"targets": facts})
     (folder / "trials").mkdir(parents=True)
     write_json(folder / STUDY, request)  # first: it makes the folder one that can be gone on with
     write_json(folder / ENVIRONMENT, environment)

@@ -122,7 +122,6 @@ def check(targets: Sequence[Target], needed_bytes: int, control: bool = False) -
     """
     warnings: list[str] = []
     seen: dict[str, Target] = {}
-    devices: dict[int, Target] = {}
     for target in targets:
         folder = directory(target)
         if target.emulated:
@@ -134,9 +133,6 @@ def check(targets: Sequence[Target], needed_bytes: int, control: bool = False) -
                     f"target {target.name}={target.location!r} is the same directory as {seen[real].name}; "
                     "give another one, or --control for an A/A study"
                 )
-            first = devices.setdefault(folder.stat().st_dev, target)
-            if first is not target and real not in seen:
-                warnings.append(f"targets {first.name} and {target.name} lie on the same device; expect no difference")
             seen[real] = target
         _check_room(target, folder, needed_bytes)
     return warnings
