@@ -117,11 +117,11 @@ def test_down_clears_up_after_a_killed_maker():
     assert len(row["processes"]) == 2 and len(row["loops"]) == 1
     lab.down(row["lab_id"])
     name = Path(row["mountpoint"]).parent.name
-    assert not any(psutil_pid_exists(pid) for pid in row["processes"])
+    assert not any(exists(pid) for pid in row["processes"])
     assert name not in Path("/proc/mounts").read_text()
     assert name not in subprocess.run(["losetup", "--all"], capture_output=True, text=True).stdout
     assert not list(Path("/run/netns").glob(f"{name}*")) and not Path(row["mountpoint"]).parent.exists()
 
 
-def psutil_pid_exists(pid: int) -> bool:
+def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()

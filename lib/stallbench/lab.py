@@ -46,6 +46,8 @@ FAULTS = (*DEVICE_FAULTS, "cut", "restore", "read-only")
 # tbf counts a segment's 1448 bytes of data as 1514 (MTU 1500 and the Ethernet header).
 _TBF_SHARE = 1448 / 1514
 
+_children: list[subprocess.Popen] = []  # of this process; `down` reaps them
+
 
 class LabProfile(emulated.Profile):
     """What a lab's device can do, in the fields of `emulated.Profile`.
@@ -73,12 +75,17 @@ class LabProfile(emulated.Profile):
     @property
     def sustained_bytes_per_s(self) -> float:
         """Bytes per second once no cache absorbs any more: the slower of link and all spindles."""
-        disks = self.disk_bytes_per_s * self.spindles
-        return min(self.link_bytes_per_s, disks) if self.network else disks
+        return min(self.link_bytes_per_s, self.disk_bytes_per_s * self.spindles)
 
 
 _NAS = emulated.PROFILES["hdd-nas-1gbe"].model_dump() | {"network": True}
-_HDD = _NAS | {"network": False, "round_trip_s": 0.0, "server_cache_bytes": 256e6}  # datasheets of 7200 rpm NAS drives
+_SATA_BYTES_PER_S = 600e6  # 6 Gbit/s, 8b/10b: SATA 3.0
+_HDD = _NAS | {
+    "link_bytes_per_s": _SATA_BYTES_PER_S,
+    "network": False,
+    "round_trip_s": 0.0,
+    "server_cache_bytes": 256e6,
+}  # datasheets of 7200 rpm NAS drives
 PROFILES: dict[str, LabProfile] = {
     "hdd": LabProfile(**_HDD),
     "hdd-nas-1gbe": LabProfile(**_NAS),
@@ -242,6 +249,7 @@ def _build(lab: Lab) -> None:
             process = subprocess.Popen(
                 [*prefix, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
+        _children.append(process)
         _wait_for(ready, process, lab.home / "log")
     # Without direct I/O a second page cache, that of the file below, would lie under the file system.
     loop = _run("losetup", "--find", "--show", "--direct-io=on", str(device))
@@ -377,6 +385,7 @@ def _remove(state: dict) -> None:
         with suppress(psutil.Error):
             process.send_signal(signal.SIGKILL)
     psutil.wait_procs(processes, timeout=TIMEOUT_S)
+    _children[:] = [child for child in _children if child.poll() is None]
     for folder in (home / "mount", home / "device"):
         if str(folder) in {mount.mountpoint for mount in psutil.disk_partitions(all=True)}:
             _run("umount", "--lazy", str(folder))

@@ -162,7 +162,7 @@ def after_fork() -> None:
 
 
 def thread_model() -> int:
-    """Requests are in flight side by side; the spindles queue them."""
+    """Let requests be in flight side by side; the spindles queue them."""
     return nbdkit.THREAD_MODEL_PARALLEL
 
 
