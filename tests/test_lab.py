@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stallbench import lab
+from stallbench.lab_profile import PROFILES, is_lab, parse
 
 needs_lab = pytest.mark.skipif(bool(lab.missing()), reason=f"skipped: {lab.missing()}")
 pytestmark = pytest.mark.xdist_group("lab")
@@ -22,7 +23,7 @@ def silent(line: str) -> None:
 
 @pytest.fixture
 def fast():
-    with lab.running(lab.PROFILES["fast"], out=silent, check=False) as made:
+    with lab.running(PROFILES["fast"], out=silent, check=False) as made:
         yield made
 
 
@@ -36,10 +37,10 @@ def durable(path: Path) -> None:
 
 
 def test_profiles_and_their_fields():
-    assert lab.parse("lab:hdd-nas-1gbe?disk_bytes_per_s=1e8").disk_bytes_per_s == 1e8
+    assert parse("lab:hdd-nas-1gbe?disk_bytes_per_s=1e8").disk_bytes_per_s == 1e8
     with pytest.raises(ValueError, match="disk"):
-        lab.parse("hdd?disk=1")
-    assert lab.is_lab("lab:hdd") and not lab.is_lab("emulated:hdd")
+        parse("hdd?disk=1")
+    assert is_lab("lab:hdd") and not is_lab("emulated:hdd")
 
 
 @needs_lab
@@ -91,7 +92,7 @@ def test_read_only_and_full(fast):
 
 @needs_lab
 def test_a_cut_link_holds_a_save_up_until_it_is_back():
-    with lab.running(lab.PROFILES["hdd-nas-1gbe"], out=silent, check=False) as made:
+    with lab.running(PROFILES["hdd-nas-1gbe"], out=silent, check=False) as made:
         made.fault("cut")
         script = f"import os; n = os.open({str(made.mountpoint / 'file')!r}, 65); os.write(n, b'x'); os.fsync(n)"
         with subprocess.Popen([sys.executable, "-c", script]) as saver:

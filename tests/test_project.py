@@ -15,8 +15,8 @@ from stallbench.config import ROOT
 PACKAGE = ROOT / "lib" / "stallbench"
 # Each module may import those above it, never one below.
 ORDER = (
-    "__init__", "config", "privacy", "pagecache", "emulated", "faults", "spans", "targets", "probe", "lab_disk", "lab",
-    "lab_check", "workload",
+    "__init__", "config", "privacy", "pagecache", "emulated", "faults", "spans", "targets", "probe", "lab_disk",
+    "lab_profile", "lab", "lab_check", "workload",
     "checkpointing.__init__", "checkpointing.state", "checkpointing.commit", "checkpointing.direct",
     "checkpointing.writers", "checkpointing.checkpointer",
     "recording", "training", "controls", "results", "trial", "environment", "execute", "study", "attach",

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stallbench import emulated, lab
+from stallbench.config import ConfigError
+from stallbench.lab_profile import PROFILES, LabProfile
 from stallbench.pagecache import sync_file
 
 SIZE_BYTES = 272 << 20  # a full checkpoint of the default model is 270 MB
@@ -50,7 +52,7 @@ def _drop(path: Path) -> None:
     os.close(descriptor)
 
 
-def _on_chain(profile: lab.LabProfile) -> list[tuple[float, int]]:
+def _on_chain(profile: LabProfile) -> list[tuple[float, int]]:
     """Give the seconds and the positions of each row on a fresh lab."""
     with lab.running(profile, out=lambda line: None, check=False) as made:
         path = made.mountpoint / "file"
@@ -71,7 +73,7 @@ def _on_chain(profile: lab.LabProfile) -> list[tuple[float, int]]:
         return taken_s
 
 
-def _in_process(profile: lab.LabProfile, state_path: Path) -> list[float | None]:
+def _in_process(profile: LabProfile, state_path: Path) -> list[float | None]:
     values = profile.model_dump(include=set(emulated.Profile.model_fields))
     device = emulated.Device(emulated.Profile(**values), state_path)
     start_s = time.monotonic()
@@ -80,15 +82,15 @@ def _in_process(profile: lab.LabProfile, state_path: Path) -> list[float | None]
     return [save_s, None, device.read("file", SIZE_BYTES), None]
 
 
-def check(profile: lab.LabProfile) -> list[dict[str, str | float | None]]:
+def check(profile: LabProfile) -> list[dict[str, str | float | None]]:
     """Measure a durable save, a cold restore and random reads on both emulations.
 
     Returns
     -------
     list of dict
         A row an operation, in seconds: ``arithmetic_s``, ``in_process_s`` (None: no such request there), ``lab_s``,
-        ``lab_ratio`` to arithmetic with one position a
-        stream, ``positions`` that the disk counted in fact, and ``chain_s``: the same on the chain without limits, its own overhead.
+        ``lab_ratio`` to arithmetic with one position
+        a stream, ``positions`` that the disk counted, and ``chain_s``: the same on the chain without limits, its own overhead.
 
     Raises
     ------
@@ -96,11 +98,11 @@ def check(profile: lab.LabProfile) -> list[dict[str, str | float | None]]:
         If there can be no lab here.
     """
     if reason := lab.missing():
-        raise lab.ConfigError(reason)
+        raise ConfigError(reason)
     sequential_s = SIZE_BYTES / profile.sustained_bytes_per_s + profile.position_s + profile.round_trip_s
     random_s = RANDOM_READS * (profile.position_s + PAGE_BYTES / profile.sustained_bytes_per_s + profile.round_trip_s)
     expected_s = [sequential_s, sequential_s, sequential_s, random_s]
-    lab_s, chain_s = _on_chain(profile), _on_chain(lab.PROFILES["fast"])
+    lab_s, chain_s = _on_chain(profile), _on_chain(PROFILES["fast"])
     state_path = emulated.default_folder()[0] / f"lab-check-{os.getpid()}"
     try:
         in_process_s = _in_process(profile, state_path)

@@ -6,10 +6,11 @@ import typer
 
 from stallbench import lab, lab_check
 from stallbench.config import ConfigError
+from stallbench.lab_profile import PROFILES, parse
 
 REFUSED = 2
 app = typer.Typer(help="Emulated storage on real kernel I/O: a block device with a disk's mechanics.")
-Profile = Annotated[str, typer.Argument(help=f"{', '.join(lab.PROFILES)}; NAME?field=value changes a field.")]
+Profile = Annotated[str, typer.Argument(help=f"{', '.join(PROFILES)}; NAME?field=value changes a field.")]
 
 
 def _refuse(error: Exception) -> NoReturn:
@@ -21,7 +22,7 @@ def _refuse(error: Exception) -> NoReturn:
 def up(profile: Profile) -> None:
     """Build a lab and leave it mounted."""
     try:
-        lab.up(lab.parse(profile))
+        lab.up(parse(profile))
     except (ConfigError, ValueError, RuntimeError) as error:
         _refuse(error)
 
@@ -47,7 +48,7 @@ def status() -> None:
 def check(profile: Profile) -> None:
     """Hold both emulations against arithmetic."""
     try:
-        rows = lab_check.check(lab.parse(profile))
+        rows = lab_check.check(parse(profile))
     except (ConfigError, ValueError, RuntimeError) as error:
         _refuse(error)
     print(lab_check.table(rows))
