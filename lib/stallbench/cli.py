@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from stallbench import __version__, preflight_cli
+from stallbench import __version__, lab_cli, preflight_cli
 from stallbench.config import (
     DEFAULT_DISK,
     DEFAULT_TARGETS,
@@ -315,6 +315,7 @@ def torture(
 
 app.command()(preflight_cli.targets)
 app.command()(preflight_cli.clean)
+app.add_typer(lab_cli.app, name="lab")
 
 
 @app.command()

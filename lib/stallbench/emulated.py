@@ -16,7 +16,7 @@ import tempfile
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -35,6 +35,7 @@ _STALE_AFTER_S = 86_400.0  # a queue of more than a day is of an earlier boot, o
 _RECORD_BYTES = 512
 
 _Times = TypeVar("_Times")
+_AnyProfile = TypeVar("_AnyProfile", bound="Profile")
 
 
 class Profile(BaseModel):
@@ -76,12 +77,14 @@ class Profile(BaseModel):
         return self.server_cache_bytes / self.disk_bytes_per_s
 
 
+# Seek about 8 ms (datasheets), half a turn 4.17 ms (geometry of 7200 rpm).
+POSITION_S = 8e-3 + 0.5 * 60 / 7200
 # An MTU of 1500 bytes holds 1448 of data (less IPv4 20, TCP 20, timestamps 12) and takes 1538 on the wire (Ethernet
 # header and checksum 18, preamble 8, gap 12: IEEE 802.3).
 _TCP_SHARE = 1448 / 1538
 _NAS_1GBE = Profile(
     disk_bytes_per_s=200e6,  # low end of 200 to 285 MB/s on outer tracks, 7200 rpm: vendors' datasheets (DESIGN 14)
-    position_s=8e-3 + 0.5 * 60 / 7200,  # seek about 8 ms (datasheets), half a turn 4.17 ms (geometry)
+    position_s=POSITION_S,
     link_bytes_per_s=125e6 * _TCP_SHARE,  # 1 Gbit/s: IEEE 802.3
     round_trip_s=0.2e-3,  # a switched LAN: our assumption, ping tells yours
     round_trips_per_file=4,  # OPEN, WRITE, COMMIT, CLOSE: RFC 7530 (NFSv4)
@@ -94,8 +97,8 @@ PROFILES: dict[str, Profile] = {
 }
 
 
-def parse_profile(text: str) -> Profile:
-    """Return the profile that ``name`` or ``name?field=value&field=value`` asks for.
+def parse_profile(text: str, profiles: Mapping[str, _AnyProfile] = PROFILES) -> _AnyProfile:
+    """Return the one of ``profiles`` that ``name`` or ``name?field=value&field=value`` asks for.
 
     Raises
     ------
@@ -103,18 +106,19 @@ def parse_profile(text: str) -> Profile:
         One line that names the unknown profile, the unknown or repeated field, or the refused value.
     """
     name, _, query = text.partition("?")
-    if name not in PROFILES:
-        raise ValueError(f"unknown emulated profile {name!r}; there are: {', '.join(PROFILES)}")
+    if name not in profiles:
+        raise ValueError(f"unknown emulated profile {name!r}; there are: {', '.join(profiles)}")
+    fields = type(profiles[name]).model_fields
     changes: dict[str, str] = {}
     for field, value in parse_qsl(query.replace("+", "%2B"), keep_blank_values=True):  # else 1e+8 is read as "1e 8"
-        if field not in Profile.model_fields:
-            known = ", ".join(Profile.model_fields)
+        if field not in fields:
+            known = ", ".join(fields)
             raise ValueError(f"unknown field {field!r} in emulated profile {text!r}; there are: {known}")
         if field in changes:
             raise ValueError(f"field {field!r} is given twice in emulated profile {text!r}")
         changes[field] = value
     try:
-        return Profile.model_validate(PROFILES[name].model_dump() | changes)
+        return type(profiles[name]).model_validate(profiles[name].model_dump() | changes)
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"emulated profile: {first['loc'][0]} = {first['input']!r}: {first['msg']}") from None
