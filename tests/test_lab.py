@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from conftest import contents, foreign_files
 from stallbench import lab
-from stallbench.lab_profile import PROFILES, is_lab, parse
+from stallbench.config import ConfigError
+from stallbench.lab_profile import PROFILES, parse
+from stallbench.results import load_study
 
 needs_lab = pytest.mark.skipif(bool(lab.missing()), reason=f"skipped: {lab.missing()}")
 pytestmark = pytest.mark.xdist_group("lab")
@@ -40,7 +43,6 @@ def test_profiles_and_their_fields():
     assert parse("lab:hdd-nas-1gbe?disk_bytes_per_s=1e8").disk_bytes_per_s == 1e8
     with pytest.raises(ValueError, match="disk"):
         parse("hdd?disk=1")
-    assert is_lab("lab:hdd") and not is_lab("emulated:hdd")
 
 
 @needs_lab
@@ -126,3 +128,55 @@ def test_down_clears_up_after_a_killed_maker():
 
 def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
+
+
+SLOW = "lab:hdd-nas-1gbe?disk_bytes_per_s=5e7"  # what the chain can do at any time
+
+
+def start(command, folder: Path, out: Path) -> subprocess.Popen:
+    (folder / "disk").mkdir()
+    foreign_files(folder / "disk")
+    places = ["--target", f"disk={folder / 'disk'}", "--target", f"nas={SLOW}"]
+    arguments = command(*places, "--blocks", "1", "--wait", "durable", "--out", str(out))
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@needs_lab
+def test_a_study_brings_its_lab_up_and_down_and_calls_it_emulated(command, tmp_path):
+    process = start(command, tmp_path, tmp_path / "out")
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    study = load_study(tmp_path / "out")
+    assert study.emulated("nas") and not study.charged("nas")
+    assert "modelled, not measured on such a device" in output
+    assert {"raw_write", "raw_read"} <= set(study.spans[study.spans.target == "nas"].kind)  # real I/O, really probed
+    assert "/dev/shm/lab-" not in "".join(path.read_text() for path in (tmp_path / "out").rglob("*.json"))
+    assert lab.status() == []
+
+
+@needs_lab
+def test_a_failing_device_in_the_middle_costs_the_labs_trials_only(command, tmp_path):
+    process = start(command, tmp_path, tmp_path / "out")
+    before = contents(tmp_path / "disk")
+    deadline_s = time.monotonic() + 100
+    while not (begun := [path for one in lab.status() for path in Path(one["mountpoint"]).glob("*/*/checkpoints/*")]):
+        assert process.poll() is None and time.monotonic() < deadline_s
+        time.sleep(0.02)
+    home = begun[0].parents[4]
+    lab.Lab(home.name.removeprefix("lab-"), parse(SLOW), home).fault("eio-write")
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 1, output
+    study = load_study(tmp_path / "out")
+    found = study.trials.set_index("target")
+    assert (found.status["disk"], found.status["nas"]) == ("complete", "failed")
+    assert found.reason["nas"] in output and "\n" not in found.reason["nas"]
+    assert contents(tmp_path / "disk") == before
+    assert lab.status() == []
+
+
+def test_a_lab_that_cannot_be_is_refused_before_anything_runs(monkeypatch):
+    with pytest.raises(ConfigError, match="unknown emulated profile 'tape'"):
+        lab.check("lab:tape")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError, match="needs root"):
+        lab.check("lab:hdd")

@@ -204,8 +204,8 @@ def share_of_limit(study: Study) -> pd.DataFrame:
 
 
 def _raw_limits(study: Study, target: str) -> dict[str, float]:
-    """Give what was probed, or what an emulated device's profile states: the slower of its link and its disk."""
-    if study.emulated(target):
+    """Give what was probed; for an in-process emulated device what its profile states, the slower of link and disk."""
+    if study.charged(target):
         profile = study.storage(target)["profile"]
         stated = min(profile["link_bytes_per_s"], profile["disk_bytes_per_s"])
         round_trips_s = profile["round_trip_s"] * profile["round_trips_per_file"]

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 RESULTS = ROOT / "results"
 EMULATED = "emulated:"
+LAB = "lab:"
 DATA_SUFFIXES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 Wait = Literal["return", "durable"]
@@ -77,7 +78,8 @@ def _one_line(error: ValidationError, cls: type[BaseModel]) -> str:
 class Target(_Request):
     """A named place that holds checkpoints and data.
 
-    ``location`` is a directory, or ``emulated:PROFILE`` for an in-process emulated device.
+    ``location`` is a directory, ``emulated:PROFILE`` for an in-process emulated device, or ``lab:PROFILE`` for an
+    emulated one on real kernel I/O.
     """
 
     name: str
@@ -96,17 +98,22 @@ class Target(_Request):
     @classmethod
     def _some_location(cls, location: str) -> str:
         if not location.strip():
-            raise ValueError("give a directory or emulated:PROFILE")
+            raise ValueError("give a directory, emulated:PROFILE or lab:PROFILE")
         return location
 
     @property
     def emulated(self) -> bool:
-        """Whether the place is an emulated device."""
+        """Whether the place is an in-process emulated device."""
         return self.location.startswith(EMULATED)
+
+    @property
+    def lab(self) -> bool:
+        """Whether the place is a lab's, which a study brings up and down."""
+        return self.location.startswith(LAB)
 
 
 def parse_target(text: str) -> Target:
-    """Read ``NAME=DIRECTORY`` or ``NAME=emulated:PROFILE``.
+    """Read ``NAME=DIRECTORY``, ``NAME=emulated:PROFILE`` or ``NAME=lab:PROFILE``.
 
     Raises
     ------

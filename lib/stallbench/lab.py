@@ -22,12 +22,11 @@ import psutil
 
 from stallbench import emulated, probe
 from stallbench.config import ConfigError, Target
-from stallbench.lab_profile import PROFILES, LabProfile
+from stallbench.lab_profile import PROFILES, LabProfile, parse
 from stallbench.spans import Timeline
-from stallbench.storage import Storage
+from stallbench.storage import LABS, Storage
 from stallbench.targets import Workspace
 
-RUN = Path("/run/stallbench")
 PLUGIN = Path(__file__).with_name("lab_disk.py")
 PACKAGES = {  # Debian's, by program
     "fusermount3": "fuse3",
@@ -62,6 +61,22 @@ def missing() -> str:
     if "nbdkit" in packages or subprocess.run(["nbdkit", "--dump-plugin", "python"], capture_output=True).returncode:
         packages.add("nbdkit-plugin-python")
     return f"a lab needs packages: apt-get install {' '.join(sorted(packages))}" if packages else ""
+
+
+def check(location: str) -> None:
+    """Refuse ``lab:PROFILE`` where it can't be, without building anything.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such profile, or no lab on this machine.
+    """
+    try:
+        parse(location)
+    except ValueError as error:
+        raise ConfigError(f"target {location!r} is refused: {error}") from None
+    if reason := missing():
+        raise ConfigError(f"target {location!r} is refused: {reason}")
 
 
 @dataclass
@@ -164,11 +179,11 @@ def up(profile: LabProfile, out: Callable[[str], object] = print, check: bool = 
 
 def _build(lab: Lab) -> None:
     """Make all the parts; each is in the state file, by a name that nothing else has, before it is made."""
-    RUN.mkdir(exist_ok=True)
+    LABS.mkdir(exist_ok=True)
     server, client = _commands(lab)
     state = {"lab_id": lab.lab_id, "profile": lab.profile.model_dump(), "home": str(lab.home), "owner": os.getpid()}
     state |= {"processes": [server, client], "namespaces": _namespaces(lab)}
-    (RUN / f"lab-{lab.lab_id}.json").write_text(json.dumps(state))
+    (LABS / f"lab-{lab.lab_id}.json").write_text(json.dumps(state))
     for folder in (lab.home, lab.home / "device", lab.mountpoint):
         folder.mkdir(mode=0o700)
     image = lab.home / "image"
@@ -290,7 +305,7 @@ def down(lab_id: str | None = None) -> list[str]:
 
 def _states() -> list[dict]:
     found = []
-    for path in sorted(RUN.glob("lab-*.json")):
+    for path in sorted(LABS.glob("lab-*.json")):
         with suppress(OSError, ValueError):
             found.append(json.loads(path.read_text()))
     return found
@@ -334,7 +349,7 @@ def _remove(state: dict) -> None:
     mounts = {mount.mountpoint for mount in psutil.disk_partitions(all=True)}
     if not any(Path(mount).is_relative_to(home) for mount in mounts):
         shutil.rmtree(home, ignore_errors=True)
-        (RUN / f"{home.name}.json").unlink(missing_ok=True)
+        (LABS / f"{home.name}.json").unlink(missing_ok=True)
 
 
 def status() -> list[dict]:

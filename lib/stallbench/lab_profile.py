@@ -3,8 +3,7 @@
 from pydantic import Field
 
 from stallbench import emulated
-
-LAB = "lab:"
+from stallbench.config import LAB
 
 
 class LabProfile(emulated.Profile):
@@ -52,11 +51,6 @@ PROFILES: dict[str, LabProfile] = {
     ),
     "fast": LabProfile(**_HDD | {"unlimited": True}),
 }
-
-
-def is_lab(location: str) -> bool:
-    """Whether a target's location is ``lab:PROFILE``."""
-    return location.startswith(LAB)
 
 
 def parse(text: str) -> LabProfile:

@@ -105,7 +105,7 @@ def floors(study: Study) -> list[Floor]:
     found = []
     for method in study.methods:
         for target in study.targets:
-            if method in PAST_THE_CACHE and not study.emulated(target):
+            if method in PAST_THE_CACHE and not study.charged(target):
                 continue
             durable = block_means(study, "durable_s", target, wait, method)
             memory = _memory_means(study, target, method, wait)
@@ -119,7 +119,7 @@ def floors(study: Study) -> list[Floor]:
 def _memory_means(study: Study, target: str, method: str, wait: str) -> pd.Series:
     spans = study.spans
     own = spans[(spans.target == target) & (spans.method == method) & (spans.wait == wait) & ~spans.warmup]
-    if study.emulated(target):
+    if study.charged(target):
         own = own[own.kind.isin(["serialize", "snapshot"])]
         return own.groupby(["block", "parent"]).duration_s.sum().groupby("block").mean()
     return own[own.kind == "memory_save"].groupby("block").duration_s.mean()

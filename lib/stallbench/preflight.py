@@ -15,7 +15,6 @@ from stallbench.spans import Timeline
 from stallbench.storage import classify, device_below, mount_of
 
 PROC = Path("/proc")
-LAB = "lab:"
 # A fall of speed within the probe: all of the last third slower than all of the first, and by this much in the middle.
 FALL_RATIO = 0.6
 SEEKS_S = 2e-3  # a random read of a turning disk takes at least half a turn: 2 ms at 15,000 a minute
@@ -92,7 +91,7 @@ def examine(target: Target, probe: bool) -> Facts:
             target.name, "url", f"remote, {target.location.partition('://')[0]}://, medium unknown", "certain",
             where="network", durable_by="the server's acknowledgement", probed="no: a remote target",
         )  # fmt: skip
-    if target.location.startswith(LAB):
+    if target.lab:
         return Facts(
             target.name, "lab", "lab: a real block device with an emulated disk's mechanics", "certain", "emulated",
             "local", durable_by="fsync", probed=own_limits,

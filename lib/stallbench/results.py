@@ -114,6 +114,10 @@ class Study:
         """Whether a target is emulated."""
         return self.storage(target)["medium"] == "emulated"
 
+    def charged(self, target: str) -> bool:
+        """Whether a target is emulated in-process: its bytes lie in memory, and its time is arithmetic."""
+        return "profile" in self.storage(target)
+
     @cached_property
     def counted(self) -> pd.DataFrame:
         """The trials that figures rest on: complete, and of the last attempt at their block."""

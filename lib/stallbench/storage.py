@@ -14,6 +14,7 @@ from typing import NamedTuple
 import psutil
 
 SYS = Path("/sys")
+LABS = Path("/run/stallbench")  # where a running lab keeps its state, by the name of its device
 
 _NETWORK = re.compile(
     r"nfs4?|cifs|smb3?|smbfs|lustre|ceph|glusterfs|beegfs|gpfs|9p|afs|afpfs|orangefs|pvfs2"
@@ -142,6 +143,11 @@ def _backing_file(block: Path) -> Path | None:
     return found if found.is_absolute() and found.is_file() else None
 
 
+def _is_lab(block: Path) -> bool:
+    beneath = _backing_file(block)
+    return beneath is not None and (LABS / f"{beneath.name}.json").exists()
+
+
 def _leaves(block: Path) -> list[Path]:
     """Give the devices at the bottom: below LVM, md, dm-crypt (``slaves`` in sysfs) and loops."""
     try:
@@ -167,6 +173,8 @@ def device_below(path: Path, mount: Mount) -> Device:
     medium = _one(device.medium for device in found)
     if block.name.startswith("loop"):  # a file system, with a cache of its own, lies between it and the disk
         words, medium = f"a loop device, its bytes in a file elsewhere ({words})", "unknown"
+        if _is_lab(block):
+            words, medium = "a lab's device: emulated on real kernel I/O", "emulated"
     elif [block] != leaves:
         words = f"{'md RAID' if block.name.startswith('md') else 'device mapper'} over {words}"
     return Device(

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from stallbench import emulated, preflight, targets, workload
+from stallbench import emulated, lab, lab_profile, preflight, targets, workload
 from stallbench.config import EMULATED, NOTEBOOKS, ConfigError, Method, StudyConfig, Target, Wait, Workload
 from stallbench.environment import capture
 from stallbench.execute import execute_notebook, kernel_environment
@@ -91,6 +91,9 @@ def preview(config: StudyConfig) -> Preview:
     ConfigError
         If a target can't serve.
     """
+    for target in config.targets:
+        if target.lab:
+            lab.check(target.location)
     needed_bytes = max(workload.planned_bytes(config, method, wait) or 0 for method, wait in config.conditions)
     warnings = targets.check(config.targets, needed_bytes, config.control)
     found = [preflight.examine(target, probe=False) for target in config.targets]
@@ -123,6 +126,8 @@ def _guess_s(config: StudyConfig, target: Target, saves: int, checkpoint_bytes: 
     rate = _DIRECTORY_BYTES_PER_S
     if target.emulated:
         rate = emulated.parse_profile(target.location.removeprefix(EMULATED)).sustained_bytes_per_s
+    elif target.lab:
+        rate = lab_profile.parse(target.location).sustained_bytes_per_s
     # The restore reads the last checkpoint once more, and the raw limit takes about one more.
     return _KERNEL_START_S + config.steps * _STEP_S + _RESTORE_AND_CHECKS_S + (saves + 2) * checkpoint_bytes / rate
 
@@ -161,12 +166,13 @@ def _request(config: StudyConfig, study_id: str, show_paths: bool) -> dict[str, 
     """Give the resolved request; a target's path stands in it as a salted fingerprint, enough to recognise it."""
     places = []
     for target in config.targets:
-        path = target.location if target.emulated else os.path.realpath(targets.directory(target))
+        made = target.emulated or target.lab
+        path = target.location if made else os.path.realpath(targets.directory(target))
         place = {
             "name": target.name,
             "storage": targets.storage_of(target),
             "fingerprint": _fingerprint(study_id, path),
-            "device": _fingerprint(study_id, path if target.emulated else str(os.stat(path).st_dev)),
+            "device": _fingerprint(study_id, path if made else str(os.stat(path).st_dev)),
         }
         places.append(place | ({"path": path} if show_paths else {}))
     return {
@@ -185,14 +191,15 @@ def _fingerprint(study_id: str, path: str) -> str:
     return hashlib.sha256(f"{study_id}{path}".encode()).hexdigest()[:16]
 
 
-def _redactor(config: StudyConfig, show_paths: bool) -> Redactor:
-    places = [target for target in config.targets if not target.emulated]
+def _redactor(config: StudyConfig, show_paths: bool, labs: Sequence[Target] = ()) -> Redactor:
+    places = [target for target in config.targets if not (target.emulated or target.lab)]
     paths = [(target.name, path) for target in places for path in (target.location, targets.directory(target))]
     paths += [
         (name, path)
         for name, path in (("model", config.model), ("data", config.dataset), ("staging", config.staging))
         if path.startswith("/")
     ]
+    paths += [(target.name, target.location) for target in labs]
     return Redactor(paths, show_paths)
 
 
@@ -256,10 +263,14 @@ def _run_missing(config: StudyConfig, folder: Path, on_trial: OnTrial, show_path
         stack.enter_context(_sigterm_as_interrupt())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stallbench-")))
         stack.enter_context(kernel_environment(scratch))
-        redactor = _redactor(config, show_paths)
+        labs_up = stack.enter_context(ExitStack())
+        places = [_located(target, labs_up) for target in config.targets]
+        labs = [place for place, target in zip(places, config.targets, strict=True) if target.lab]
+        redactor = _redactor(config, show_paths, labs)
         claims: dict[str, Path] = {}
-        for index, target in enumerate(config.targets):
+        for index, target in enumerate(places):
             claims[target.name] = stack.enter_context(targets.claim(target, f"{request['study_id']}-{index}"))
+        stack.callback(labs_up.close)  # first of all: nothing need be cleared away on a device that may have failed
         for attempt, trials in todo:
             for planned in trials:
                 start_s = time.monotonic()
@@ -271,6 +282,14 @@ def _run_missing(config: StudyConfig, folder: Path, on_trial: OnTrial, show_path
                 left_s = (time.monotonic() - began_s) / done * (total - done)
                 on_trial(planned, reason, time.monotonic() - start_s, left_s)
     return succeeded
+
+
+def _located(target: Target, stack: ExitStack) -> Target:
+    """Give a target as the trials see it: a lab is brought up, and is a directory until the stack is closed."""
+    if not target.lab:
+        return target
+    made = stack.enter_context(lab.running(lab_profile.parse(target.location), out=lambda line: None))
+    return Target(name=target.name, location=str(made.mountpoint))
 
 
 def _missing(config: StudyConfig, folder: Path) -> list[tuple[int, list[PlannedTrial]]]:

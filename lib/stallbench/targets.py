@@ -90,7 +90,7 @@ def directory(target: Target) -> Path:
     ConfigError
         If it is missing or not a directory.
     """
-    if target.emulated:
+    if target.emulated or target.lab:
         return emulated.default_folder()[0]
     path = Path(os.path.expandvars(target.location)).expanduser().absolute()
     if not path.exists():
@@ -126,7 +126,7 @@ def check(targets: Sequence[Target], needed_bytes: int, control: bool = False) -
         folder = directory(target)
         if target.emulated:
             warnings += _check_profile(target, folder)
-        else:
+        elif not target.lab:
             real = os.path.realpath(folder)
             if real in seen and not control:
                 raise ConfigError(
@@ -345,5 +345,8 @@ def storage_of(target: Target) -> dict:
         text = target.location.removeprefix(EMULATED)
         profile = emulated.parse_profile(text).model_dump()
         return {**asdict(Storage(f"emulated {text}", "emulated")), "options": [], "profile": profile}
+    if target.lab:
+        words = f"emulated on real kernel I/O: {target.location}"
+        return {**asdict(Storage(words, "emulated")), "options": []}
     storage = describe(directory(target))
     return {**asdict(storage), "options": list(storage.options)}  # as JSON gives it back
