@@ -15,7 +15,7 @@ from stallbench.config import ROOT
 PACKAGE = ROOT / "lib" / "stallbench"
 # Each module may import those above it, never one below.
 ORDER = (
-    "__init__", "config", "privacy", "pagecache", "emulated", "faults", "spans", "targets", "probe", "workload",
+    "__init__", "config", "privacy", "pagecache", "emulated", "faults", "spans", "remote", "targets", "probe", "workload",
     "checkpointing.__init__", "checkpointing.state", "checkpointing.commit", "checkpointing.direct",
     "checkpointing.writers", "checkpointing.checkpointer",
     "recording", "training", "controls", "results", "trial", "environment", "execute", "study", "attach",
@@ -23,7 +23,7 @@ ORDER = (
     "bench", "race", "calibration", "volatile_disk", "powercut", "torture", "cli", "__main__",
 )  # fmt: skip
 MEASURING = {
-    "spans", "targets", "probe", "workload", "recording", "training", "controls", "trial", "study", "execute", "attach",
+    "spans", "remote", "targets", "probe", "workload", "recording", "training", "controls", "trial", "study", "execute", "attach",
     *(name for name in ORDER if name.startswith("checkpointing")),
 }  # fmt: skip
 ANALYSING = {"stats", "models", "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present"}

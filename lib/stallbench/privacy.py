@@ -18,6 +18,16 @@ _URL_SECRETS = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@")
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIAL", re.IGNORECASE)
 
 
+def _forms(place: str) -> set[str]:
+    """Give what an error may call a place by: a path in its forms, or a URL, its host or bucket, and its path."""
+    scheme, is_url, rest = place.partition("://")
+    if not is_url:
+        return {place, str(Path(place).expanduser().absolute()), os.path.realpath(place)}
+    host = rest.split("/")[0]
+    endpoints = {value for name, value in os.environ.items() if name.startswith("AWS_ENDPOINT_URL")}
+    return {place, rest, host, host.rpartition("@")[2].partition(":")[0], *endpoints}
+
+
 class Redactor:
     """Replace what identifies a machine or its user by what it stands for.
 
@@ -37,7 +47,7 @@ class Redactor:
                 words[secret] = "<secret>"
         if not show_paths:
             for name, path in targets:
-                for form in {str(path), str(Path(path).expanduser().absolute()), os.path.realpath(path)}:
+                for form in _forms(str(path)):
                     words.setdefault(form, f"<{name}>")
             for path, stands_for in self._places():
                 words.setdefault(path, stands_for)

@@ -152,12 +152,12 @@ def _request(config: StudyConfig, study_id: str, show_paths: bool) -> dict[str, 
     """Give the resolved request; a target's path stands in it as a salted fingerprint, enough to recognise it."""
     places = []
     for target in config.targets:
-        path = target.location if target.emulated else os.path.realpath(targets.directory(target))
+        path = target.location if target.emulated or target.remote else os.path.realpath(targets.directory(target))
         place = {
             "name": target.name,
             "storage": targets.storage_of(target),
             "fingerprint": _fingerprint(study_id, path),
-            "device": _fingerprint(study_id, path if target.emulated else str(os.stat(path).st_dev)),
+            "device": _fingerprint(study_id, path if target.emulated or target.remote else str(os.stat(path).st_dev)),
         }
         places.append(place | ({"path": path} if show_paths else {}))
     return {
@@ -176,9 +176,13 @@ def _fingerprint(study_id: str, path: str) -> str:
     return hashlib.sha256(f"{study_id}{path}".encode()).hexdigest()[:16]
 
 
+def _forms(target: Target) -> tuple[str | Path, ...]:
+    return (target.location,) if target.remote else (target.location, targets.directory(target))
+
+
 def _redactor(config: StudyConfig, show_paths: bool) -> Redactor:
     places = [target for target in config.targets if not target.emulated]
-    paths = [(target.name, path) for target in places for path in (target.location, targets.directory(target))]
+    paths = [(target.name, path) for target in places for path in _forms(target)]
     paths += [
         (name, path)
         for name, path in (("model", config.model), ("data", config.dataset), ("staging", config.staging))
@@ -292,7 +296,7 @@ def _run_trial(
     out = folder / "trials" / name
     out.mkdir()
     parameters = config.model_dump(include=set(Workload.model_fields)) | {
-        "target": planned.target.location if planned.target.emulated else str(owned.parent),
+        "target": planned.target.location if planned.target.emulated or planned.target.remote else str(owned.parent),
         "target_name": planned.target.name,
         "method": planned.method,
         "wait": planned.wait,

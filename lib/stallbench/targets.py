@@ -10,15 +10,15 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-from stallbench import emulated
+from stallbench import emulated, remote
 from stallbench.config import EMULATED, ConfigError, Target
-from stallbench.pagecache import files_below
+from stallbench.pagecache import drop_files, drop_metadata, drop_tree, files_below
 
 MARKER = "stallbench.json"
 MARGIN_BYTES = 64 << 20
@@ -120,6 +120,7 @@ class Workspace:
     folder: Path
     storage: Storage
     device: emulated.Device | None = None
+    store: remote.Store | None = None
 
     def __post_init__(self) -> None:
         """Remember on which file system the folder was made."""
@@ -143,25 +144,63 @@ class Workspace:
             raise OSError(errno.ENODEV, "the target is gone, or another file system lies at its path")
 
     def charge_write(self, folder: Path) -> float | None:
-        """Charge the files below ``folder``, just written, to the emulated device.
+        """Charge the files below ``folder``, just written, to the emulated device, or send them to the store.
 
-        Blocks until the device has acknowledged them.
+        Blocks until they are acknowledged.
 
         Returns
         -------
         float or None
-            Monotonic time at which they are durable; None where nothing is emulated.
+            Monotonic time at which they are durable, NaN where that can't be known; None on a directory.
         """
+        if self.store is not None:
+            return self.store.write(folder, list(files_below(folder)))
         if self.device is None:
             return None
         written = [self.device.write(str(path), path.stat().st_size) for path in files_below(folder)]
         return max((one.durable_s for one in written), default=time.monotonic())
 
     def charge_read(self, paths: Sequence[Path]) -> None:
-        """Charge a cold read of ``paths``, about to be read, to the emulated device."""
+        """Charge a cold read of ``paths``, about to be read, to the emulated device, or bring them from the store."""
+        if self.store is not None:
+            self.store.read(paths)
         if self.device is not None:
             for path in paths:
                 self.device.read(str(path), path.stat().st_size)
+
+    @property
+    def buffered(self) -> bool:
+        """Whether files are written to memory first, and reach the target by ``charge_write``."""
+        return self.device is not None or self.store is not None
+
+    def drop(self, folder: Path) -> dict[str, str]:
+        """Drop what can be dropped below ``folder``; say for each layer whether it is cold."""
+        if self.store is not None:
+            return self.store.drop(folder)
+        if self.device is not None:  # it charges each first read as a cold one
+            return {"cache_data": "cold", "cache_metadata": "cold", "cache_server": "cold"}
+        states = {"cache_data": drop_tree(folder), "cache_metadata": drop_metadata(), "cache_server": "unknown"}
+        if self.storage.medium == "memory":
+            states["cache_server"] = "warm"
+        elif beneath := backing_file(folder):
+            states["cache_server"] = drop_files([beneath])
+        return states
+
+    def recover(self, parent: Path) -> None:
+        """Remove partial checkpoints from a store; a directory has names for them (``commit.recover``)."""
+        if self.store is not None:
+            self.store.recover(parent)
+
+    def forget(self, folder: Path) -> None:
+        """Delete a folder from the store, as far as it answers; what lies on a directory is the caller's."""
+        if self.store is not None:
+            with suppress(Exception):  # each driver raises kinds of its own; the next start clears it
+                self.store.forget(folder)
+
+    def remove(self) -> None:
+        """Delete the workspace."""
+        self.forget(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def directory(target: Target) -> Path:
@@ -172,7 +211,7 @@ def directory(target: Target) -> Path:
     ConfigError
         If it is missing or not a directory.
     """
-    if target.emulated:
+    if target.emulated or target.remote:  # its bytes pass through memory
         return emulated.default_folder()[0]
     path = Path(os.path.expandvars(target.location)).expanduser().absolute()
     if not path.exists():
@@ -209,6 +248,8 @@ def check(targets: Sequence[Target], needed_bytes: int, control: bool = False) -
         folder = directory(target)
         if target.emulated:
             warnings += _check_profile(target, folder)
+        elif target.remote:
+            remote.connect(target)
         else:
             real = os.path.realpath(folder)
             if real in seen and not control:
@@ -292,17 +333,23 @@ def claim(target: Target, study_id: str) -> Iterator[Path]:
         raise ConfigError(
             f"target {target.name}={target.location!r}: {error.strerror}; choose one that takes files"
         ) from None
+    held = remote.claim(target, folder, marker, _abandoned) if target.remote else nullcontext()
     try:
-        yield folder
+        with held:
+            yield folder
     finally:
         remove(folder)
+
+
+def _abandoned(marker: dict) -> bool:
+    return marker.get("machine") == _machine() and not psutil.pid_exists(marker["pid"])
 
 
 def sweep(root: Path) -> None:
     """Remove the marked folders that killed runs of this machine left in ``root``."""
     for folder in sorted(root.glob("stallbench-*")):
         marker = _owned(folder)
-        if marker and marker.get("machine") == _machine() and not psutil.pid_exists(marker["pid"]):
+        if marker and _abandoned(marker):
             remove(folder)
 
 
@@ -332,11 +379,19 @@ def open_workspace(target: Target, owned: Path, trial_id: str) -> Workspace:
         raise ConfigError(f"target {target.name}: {owned.name} carries no marker of this study; start the study again")
     folder = owned / trial_id
     folder.mkdir()
+    if target.remote:
+        fs, root = remote.connect(target)
+        store = remote.Store(fs, f"{root.rstrip('/')}/{owned.name}", owned)
+        return Workspace(target, folder, _remote_storage(target), store=store)
     if not target.emulated:
         return Workspace(target, folder, describe(folder))
     profile = emulated.parse_profile(target.location.removeprefix(EMULATED))
     device = emulated.Device(profile, owned / "queue")
     return Workspace(target, folder, Storage(f"emulated {target.location.removeprefix(EMULATED)}", "emulated"), device)
+
+
+def _remote_storage(target: Target) -> Storage:
+    return Storage(f"{target.scheme}: a server reached through fsspec, medium unknown", "network", "fsspec")
 
 
 def storage_of(target: Target) -> dict:
@@ -345,5 +400,5 @@ def storage_of(target: Target) -> dict:
         text = target.location.removeprefix(EMULATED)
         profile = emulated.parse_profile(text).model_dump()
         return {**asdict(Storage(f"emulated {text}", "emulated")), "options": [], "profile": profile}
-    storage = describe(directory(target))
+    storage = _remote_storage(target) if target.remote else describe(directory(target))
     return {**asdict(storage), "options": list(storage.options)}  # as JSON gives it back
