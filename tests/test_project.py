@@ -15,16 +15,16 @@ from stallbench.config import ROOT
 PACKAGE = ROOT / "lib" / "stallbench"
 # Each module may import those above it, never one below.
 ORDER = (
-    "__init__", "config", "privacy", "pagecache", "emulated", "faults", "spans", "remote", "targets", "probe", "workload",
-    "checkpointing.__init__", "checkpointing.state", "checkpointing.commit", "checkpointing.direct",
+    "__init__", "config", "privacy", "pagecache", "emulated", "faults", "spans", "remote", "targets", "probe",
+    "workload", "checkpointing.__init__", "checkpointing.state", "checkpointing.commit", "checkpointing.direct",
     "checkpointing.writers", "checkpointing.checkpointer",
     "recording", "training", "controls", "results", "trial", "environment", "execute", "study", "attach",
     "stats", "models", "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present", "report",
     "bench", "race", "calibration", "volatile_disk", "powercut", "torture", "cli", "__main__",
 )  # fmt: skip
 MEASURING = {
-    "spans", "remote", "targets", "probe", "workload", "recording", "training", "controls", "trial", "study", "execute", "attach",
-    *(name for name in ORDER if name.startswith("checkpointing")),
+    "spans", "remote", "targets", "probe", "workload", "recording", "training", "controls", "trial", "study",
+    "execute", "attach", *(name for name in ORDER if name.startswith("checkpointing")),
 }  # fmt: skip
 ANALYSING = {"stats", "models", "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present"}
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

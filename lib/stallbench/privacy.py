@@ -20,7 +20,7 @@ _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CRE
 
 def _forms(place: str) -> set[str]:
     """Give what an error may call a place by: a path in its forms, or a URL, its host or bucket, and its path."""
-    scheme, is_url, rest = place.partition("://")
+    _, is_url, rest = place.partition("://")
     if not is_url:
         return {place, str(Path(place).expanduser().absolute()), os.path.realpath(place)}
     host = rest.split("/")[0]

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 MARKER = "stallbench.json"
 PROBE_BYTES = 64 << 20
+FSYNC = "fsync@openssh.com"
 _SFTP = ("sftp", "ssh")
-# A server that is gone must fail a save, not hang it; the first is for s3fs, the second for paramiko.
+# A server that is gone must fail a save, not hang it.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 2}}},
-    "sftp": {"timeout": 10},
 }
 _DRIVERS = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "sftp": "paramiko", "ssh": "paramiko"}
 
@@ -42,13 +42,14 @@ def connect(target: Target) -> tuple["AbstractFileSystem", str]:
     from fsspec.core import url_to_fs
 
     scheme = target.scheme
-    options = _OPTIONS.get("sftp" if scheme in _SFTP else scheme, {})
+    # SFTP keeps no listings, and would hand the option on to its connection.
+    options = {"timeout": 10} if scheme in _SFTP else {"use_listings_cache": False} | _OPTIONS.get(scheme, {})
     try:
-        return url_to_fs(target.location, use_listings_cache=False, skip_instance_cache=True, **options)
-    except (ImportError, ValueError) as error:
+        return url_to_fs(target.location, skip_instance_cache=True, **options)
+    except (ImportError, ValueError):
         driver = _DRIVERS.get(scheme, f"fsspec's driver for {scheme}://")
         raise ConfigError(
-            f"target {target.name} needs a driver ({type(error).__name__}); pip install {driver}"
+            f"target {target.name} has no driver for {scheme}:// installed; run: pip install {driver}"
         ) from None
     except Exception as error:  # each driver raises kinds of its own
         raise ConfigError(f"target {target.name} can't be reached: {_line(error)}") from None
@@ -120,7 +121,7 @@ class Store:
 
         with self.fs.ftp.open(key, "r+") as file:
             try:
-                self.fs.ftp._request(CMD_EXTENDED, "fsync@openssh.com", file.handle)
+                self.fs.ftp._request(CMD_EXTENDED, FSYNC, file.handle)
             except OSError as error:
                 if "unsupported" in str(error).lower():
                     return False

@@ -197,11 +197,6 @@ class Workspace:
             with suppress(Exception):  # each driver raises kinds of its own; the next start clears it
                 self.store.forget(folder)
 
-    def remove(self) -> None:
-        """Delete the workspace."""
-        self.forget(self.folder)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
 
 def directory(target: Target) -> Path:
     """Give the directory in which the target's bytes will lie, as an absolute path.

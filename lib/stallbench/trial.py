@@ -85,7 +85,8 @@ class Trial:
         self.redactor = Redactor(paths, config.show_paths)
         owned = self._own_folder()
         self.workspace = targets.open_workspace(self.target, owned, self.id)
-        self._closing.callback(self.workspace.remove)
+        self._closing.callback(shutil.rmtree, self.workspace.folder, ignore_errors=True)
+        self._closing.callback(self.workspace.forget, self.workspace.folder)
         self._scratch = Path(self._closing.enter_context(tempfile.TemporaryDirectory(prefix="stallbench-cache-")))
         self._memory_free_bytes = psutil.virtual_memory().available
         self._staging_folder: Path | None = None

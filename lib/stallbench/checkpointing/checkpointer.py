@@ -122,13 +122,13 @@ class Checkpointer:
             self._pending = self._background.submit(finish)
 
     def _phase(self, save: Span, kind: str, part: str = "") -> AbstractContextManager[Span]:
-        """Open a phase; bytes that go to an emulated device or a store are first written to memory, which is no device's time."""
+        """Open a phase; buffered bytes are first written to memory, which is no device's time."""
         if kind == "write" and part not in ("local", "store") and self._workspace.buffered:
             kind = "serialize"
         return self.timeline.span(kind, part=part, step=save.step, parent=save.id, warmup=save.warmup)
 
     def _charge(self, save: Span, folder: Path) -> float | None:
-        """Charge an emulated device with the files, or send them to the store; gives the time at which it has them on its disk."""
+        """Charge an emulated device with the files, or send them to the store; gives when they are durable."""
         if not self._workspace.buffered:
             return None
         commit.write_manifest(folder, self.method, save.step)
