@@ -83,7 +83,7 @@ class Store:
 
     def key(self, path: Path) -> str:
         """Give the name that a local path has on the store."""
-        return f"{self._path}/{path.relative_to(self._local).as_posix()}"
+        return "/".join([self._path, *path.relative_to(self._local).parts])
 
     def write(self, folder: Path, paths: Sequence[Path]) -> float:
         """Send files and wait for their acknowledgement; a manifest goes last, once all others are there.
@@ -98,8 +98,8 @@ class Store:
         for path in sorted(paths, key=lambda path: path.name == MANIFEST):
             if path not in self._hollow:
                 self.make_folder(path.parent)
-                self.fs.put_file(str(path), self.key(path))
-            durable = self._sync(self.key(path)) and durable
+                self._put(path)
+            durable &= self._sync(self.key(path))
             if path.name not in (MANIFEST, "trainer_state.json"):
                 self._empty(path, path.stat().st_size)
         return time.monotonic() if durable else math.nan
@@ -132,7 +132,7 @@ class Store:
         """Bring those files that are hollow."""
         for path in paths:
             if path in self._hollow:
-                self.fs.get_file(self.key(path), str(path))
+                self._get(path)
                 self._hollow.discard(path)
 
     def _empty(self, path: Path, size_bytes: int) -> None:
@@ -178,26 +178,36 @@ class Store:
                 self.forget(folder)
 
     def forget(self, folder: Path) -> None:
-        """Delete a folder, its manifest first, so that half of it is never taken for a checkpoint."""
-        names = sorted(self.sizes(folder), key=lambda path: path.name != MANIFEST)
+        """Delete a folder: a manifest first, so that half of it is never taken for a checkpoint, our marker last."""
+        names = sorted(self.sizes(folder), key=lambda path: (path.name == MARKER, path.name != MANIFEST))
         self._hollow.difference_update(names)
         for path in names:
             self.fs.rm_file(self.key(path))
         if self._sftp and self.fs.exists(self.key(folder)):
-            self.fs.rm(self.key(folder), recursive=True)
+            for inner, _, _ in sorted(self.fs.walk(self.key(folder)), reverse=True):
+                self.fs.rmdir(inner)
 
     def transfers(self, folder: Path) -> Iterator[tuple[str, float, float, int]]:
         """Time one plain PUT and one GET of 64 MiB: kind, start and end on the monotonic clock, bytes."""
-        key, data = self.key(folder / "raw.bin"), os.urandom(PROBE_BYTES)
+        path = folder / "raw.bin"
         self.make_folder(folder)
-        start_s = time.monotonic()
-        self.fs.pipe_file(key, data)
-        self._sync(key)
-        yield "raw_write", start_s, time.monotonic(), PROBE_BYTES
-        start_s = time.monotonic()
-        self.fs.cat_file(key)
-        yield "raw_read", start_s, time.monotonic(), PROBE_BYTES
-        self.fs.rm_file(key)
+        path.write_bytes(os.urandom(PROBE_BYTES))
+        try:
+            for kind, move in (("raw_write", self._put), ("raw_read", self._get)):
+                start_s = time.monotonic()
+                move(path)
+                if kind == "raw_write":
+                    self._sync(self.key(path))
+                yield kind, start_s, time.monotonic(), PROBE_BYTES
+            self.fs.rm_file(self.key(path))
+        finally:
+            path.unlink()
+
+    def _put(self, path: Path) -> None:
+        self.fs.put_file(str(path), self.key(path))
+
+    def _get(self, path: Path) -> None:
+        self.fs.get_file(self.key(path), str(path))
 
 
 @contextmanager
