@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 ACCESS_KEY, SECRET_KEY = "PLANTEDACCESSKEY7Q2", "planted-secret-key-93b1f0"
 _CEPH = """[global]
 fsid = {fsid}
@@ -61,15 +63,17 @@ def _await(port: int) -> None:
 
 
 @contextmanager
-def sftp_server(folder: Path) -> Iterator[tuple[int, Path, subprocess.Popen]]:
-    """Serve SFTP with keys of its own; gives the port, the client's key and the server's process."""
+def sftp_server(folder: Path, fsync: bool = True) -> Iterator[tuple[int, Path, subprocess.Popen]]:
+    """Serve SFTP with keys of its own, with or without fsync; gives the port, the client's key, and the process."""
     for name in ("host", "client"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], input=b"y\n", check=True
+        )
     port = free_port()
     (folder / "sshd.conf").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nPidFile {folder}/pid\nStrictModes no\n"
         f"AuthorizedKeysFile {folder}/client.pub\nPasswordAuthentication no\nPermitRootLogin yes\n"
-        "Subsystem sftp internal-sftp\n"
+        f"Subsystem sftp internal-sftp{'' if fsync else ' -P fsync'}\n"
     )
     Path("/run/sshd").mkdir(exist_ok=True)
     server = subprocess.Popen(
@@ -83,9 +87,37 @@ def sftp_server(folder: Path) -> Iterator[tuple[int, Path, subprocess.Popen]]:
         server.wait()
 
 
+def kill(server: subprocess.Popen) -> None:
+    """Kill an SFTP server with all its connections, as a power cut would."""
+    for process in [*psutil.Process(server.pid).children(recursive=True), server]:
+        process.kill()
+
+
+class Gateway:
+    """Ceph's S3 gateway, which can be killed and started again over the same store."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self._folder, self._port, self.endpoint = folder, port, f"http://127.0.0.1:{port}"
+
+    def admin(self, *arguments: str) -> None:
+        """Run ``radosgw-admin``."""
+        command = ["radosgw-admin", "-c", "ceph.conf", *arguments]
+        subprocess.run(command, cwd=self._folder, check=True, capture_output=True, timeout=60)
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        command = ["radosgw", "-c", "ceph.conf", "-n", "client.rgw.a", "--pid-file", f"{self._folder}/rgw.pid"]
+        subprocess.run(command, cwd=self._folder, check=True, capture_output=True, timeout=60)
+        _await(self._port)
+
+    def kill(self) -> None:
+        """Kill it."""
+        os.kill(int((self._folder / "rgw.pid").read_text()), 9)
+
+
 @contextmanager
-def s3_server(folder: Path) -> Iterator[str]:
-    """Serve S3 by Ceph's gateway; gives its endpoint. The keys are ``ACCESS_KEY`` and ``SECRET_KEY``."""
+def s3_server(folder: Path) -> Iterator[Gateway]:
+    """Serve S3 by Ceph's gateway. The keys are ``ACCESS_KEY`` and ``SECRET_KEY``."""
     ids = {"fsid": str(uuid.uuid4()), "mon_port": free_port(), "port": free_port(), "folder": folder}
     (folder / "ceph.conf").write_text(_CEPH.format(**ids))
     disk = str(uuid.uuid4())
@@ -105,11 +137,11 @@ def s3_server(folder: Path) -> Iterator[str]:
         ceph("ceph", "osd", "new", disk)
         ceph("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", disk)
         ceph("ceph-osd", "-i", "0", "--pid-file", f"{folder}/osd.pid")
-        ceph("radosgw", "-n", "client.rgw.a", "--pid-file", f"{folder}/rgw.pid")
-        _await(ids["port"])
+        gateway = Gateway(folder, ids["port"])
+        gateway.start()
         user = ["--uid=study", "--display-name=study", f"--access-key={ACCESS_KEY}", f"--secret-key={SECRET_KEY}"]
-        ceph("radosgw-admin", "user", "create", *user)
-        yield f"http://127.0.0.1:{ids['port']}"
+        gateway.admin("user", "create", *user)
+        yield gateway
     finally:
         for name in ("rgw", "osd", "mon"):
             if (folder / f"{name}.pid").exists():

@@ -103,7 +103,7 @@ class Target(_Request):
         if not location.strip():
             raise ValueError("give a directory, a URL or emulated:PROFILE")
         url = _URL.fullmatch(location)
-        if url and (re.match(r"[^/@]*:[^/@]*@", url[2]) or re.search(r"[?#]", url[2])):
+        if url and (re.match(r"[^:]*:(?!\d+(/|$)).*@", url[2]) or re.search(r"[?#]", url[2])):
             raise ValueError("a URL with a password or a signature; leave it to AWS_*, ~/.aws or the SSH agent")
         if url and not url[2].strip("/"):
             raise ValueError("name what lies behind the scheme, as in s3://bucket/prefix")
@@ -252,6 +252,11 @@ class TrialConfig(Workload):
     @classmethod
     def _plain_target_name(cls, name: str) -> str:
         return Target._plain_name(name)
+
+    @field_validator("target")
+    @classmethod
+    def _some_target(cls, location: str) -> str:
+        return Target._some_location(location)
 
     @model_validator(mode="after")
     def _methods_fit(self) -> Self:

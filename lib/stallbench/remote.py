@@ -4,6 +4,7 @@ A store has no rename and no fsync of its own in fsspec, so a checkpoint's manif
 file is durable is the store's acknowledgement, or a server's fsync where it offers one.
 """
 
+import errno
 import json
 import math
 import os
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 MARKER = "stallbench.json"
 PROBE_BYTES = 64 << 20
-FSYNC = "fsync@openssh.com"
 _SFTP = ("sftp", "ssh")
 # A server that is gone must fail a save, not hang it.
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ def connect(target: Target) -> tuple["AbstractFileSystem", str]:
     options = {"timeout": 10} if scheme in _SFTP else {"use_listings_cache": False} | _OPTIONS.get(scheme, {})
     try:
         return url_to_fs(target.location, skip_instance_cache=True, **options)
-    except (ImportError, ValueError):
+    except ImportError:
         driver = _DRIVERS.get(scheme, f"fsspec's driver for {scheme}://")
         raise ConfigError(
             f"target {target.name} has no driver for {scheme}:// installed; run: pip install {driver}"
@@ -100,7 +100,7 @@ class Store:
                 self.make_folder(path.parent)
                 self._put(path)
             durable &= self._sync(self.key(path))
-            if path.name not in (MANIFEST, "trainer_state.json"):
+            if path.name != MANIFEST:
                 self._empty(path, path.stat().st_size)
         return time.monotonic() if durable else math.nan
 
@@ -121,11 +121,11 @@ class Store:
 
         with self.fs.ftp.open(key, "r+") as file:
             try:
-                self.fs.ftp._request(CMD_EXTENDED, FSYNC, file.handle)
+                self.fs.ftp._request(CMD_EXTENDED, "fsync@openssh.com", file.handle)
             except OSError as error:
-                if "unsupported" in str(error).lower():
-                    return False
-                raise
+                if error.errno != errno.EACCES and "unsupported" not in str(error).lower():  # not offered, or forbidden
+                    raise
+                return False
         return True
 
     def read(self, paths: Sequence[Path]) -> None:
@@ -143,8 +143,7 @@ class Store:
 
     def drop(self, folder: Path) -> dict[str, str]:
         """Drop all local bytes of a folder, in favour of what the store lists; says what is cold."""
-        for path, size_bytes in self.sizes(folder).items():
-            self._empty(path, size_bytes)
+        self.adopt(folder)
         self.read([path for path in self._hollow if path.name == MANIFEST and path.is_relative_to(folder)])
         return {"cache_data": "cold", "cache_metadata": "cold", "cache_server": "unknown"}
 
@@ -167,8 +166,11 @@ class Store:
         sizes = self.sizes(folder)
         if folder / MANIFEST not in sizes:
             return False
-        found = json.loads(self.fs.cat_file(self.key(folder / MANIFEST)))
-        return all(sizes.get(folder / name) == size_bytes for name, size_bytes in found["files"].items())
+        try:
+            files = json.loads(self.fs.cat_file(self.key(folder / MANIFEST)))["files"]
+        except ValueError:  # cut short
+            return False
+        return all(sizes.get(folder / name) == size_bytes for name, size_bytes in files.items())
 
     def recover(self, parent: Path) -> None:
         """Remove checkpoints that a killed process left without all their files."""
@@ -256,4 +258,5 @@ def _marker(fs: "AbstractFileSystem", path: str) -> dict | None:
         found = json.loads(fs.cat_file(f"{path}/{MARKER}"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and path.endswith(f"/stallbench-{found.get('study_id')}") else None
+    ours = isinstance(found, dict) and path.endswith(f"/stallbench-{found.get('study_id')}")
+    return found if ours and isinstance(found.get("pid"), int) else None

@@ -125,7 +125,7 @@ class Trial:
             sync_tree(folder)
         with self._cold_span("reload_data", folder) as span:
             shards = [path for path in files_below(folder) if path.suffix == ".arrow"]
-            self.workspace.charge_read(shards if self.workspace.store is None else list(files_below(folder)))
+            self.workspace.charge_read(shards)
             span.size_bytes, span.files = workload.reload(shards), len(shards)
         self.checks["training_data_cache"] = (
             "local copy" if self.workspace.store else self.workspace.drop(folder)["cache_data"]
