@@ -86,9 +86,9 @@ def examine(target: Target, probe: bool) -> Facts:
             target.name, "emulated", f"emulated {target.location.removeprefix(EMULATED)}: its time is computed",
             "certain", "emulated", durable_by="the emulated device's acknowledgement", probed=own_limits,
         )  # fmt: skip
-    if "://" in target.location:
+    if target.remote:
         return Facts(
-            target.name, "url", f"remote, {target.location.partition('://')[0]}://, medium unknown", "certain",
+            target.name, "url", f"remote, {target.scheme}://, medium unknown", "certain",
             where="network", durable_by="the server's acknowledgement", probed="no: a remote target",
         )  # fmt: skip
     if target.lab:

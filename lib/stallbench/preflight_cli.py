@@ -56,7 +56,7 @@ def clean(
     from stallbench import targets
 
     try:
-        roots = [(target, targets.directory(target)) for target in _parsed(places) if "://" not in target.location]
+        roots = [(target, targets.directory(target)) for target in _parsed(places) if target.mounted]
     except ConfigError as error:
         raise _refuse(error) from None
     ready = False

@@ -166,13 +166,12 @@ def _request(config: StudyConfig, study_id: str, show_paths: bool) -> dict[str, 
     """Give the resolved request; a target's path stands in it as a salted fingerprint, enough to recognise it."""
     places = []
     for target in config.targets:
-        made = target.emulated or target.lab
-        path = target.location if made else os.path.realpath(targets.directory(target))
+        path = os.path.realpath(targets.directory(target)) if target.mounted else target.location
         place = {
             "name": target.name,
             "storage": targets.storage_of(target),
             "fingerprint": _fingerprint(study_id, path),
-            "device": _fingerprint(study_id, path if made else str(os.stat(path).st_dev)),
+            "device": _fingerprint(study_id, str(os.stat(path).st_dev) if target.mounted else path),
         }
         places.append(place | ({"path": path} if show_paths else {}))
     return {
@@ -191,9 +190,13 @@ def _fingerprint(study_id: str, path: str) -> str:
     return hashlib.sha256(f"{study_id}{path}".encode()).hexdigest()[:16]
 
 
+def _forms(target: Target) -> tuple[str | Path, ...]:
+    return (target.location,) if target.remote else (target.location, targets.directory(target))
+
+
 def _redactor(config: StudyConfig, show_paths: bool, labs: Sequence[Target] = ()) -> Redactor:
-    places = [target for target in config.targets if not (target.emulated or target.lab)]
-    paths = [(target.name, path) for target in places for path in (target.location, targets.directory(target))]
+    places = [target for target in config.targets if target.mounted or target.remote]
+    paths = [(target.name, path) for target in places for path in _forms(target)]
     paths += [
         (name, path)
         for name, path in (("model", config.model), ("data", config.dataset), ("staging", config.staging))
@@ -320,7 +323,7 @@ def _run_trial(
     out = folder / "trials" / name
     out.mkdir()
     parameters = config.model_dump(include=set(Workload.model_fields)) | {
-        "target": planned.target.location if planned.target.emulated else str(owned.parent),
+        "target": planned.target.location if planned.target.emulated or planned.target.remote else str(owned.parent),
         "target_name": planned.target.name,
         "method": planned.method,
         "wait": planned.wait,

@@ -11,17 +11,17 @@ import stat
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from stallbench import emulated
+from stallbench import emulated, remote
 from stallbench.config import EMULATED, ConfigError, Target
-from stallbench.pagecache import files_below, tree_size
-from stallbench.storage import Storage, describe
+from stallbench.pagecache import drop_files, drop_metadata, drop_tree, files_below, tree_size
+from stallbench.storage import Storage, backing_file, describe
 
 MARKER = "stallbench.json"
 MARKER_LIMIT_BYTES = 4096  # a hundred are in use
@@ -38,6 +38,7 @@ class Workspace:
     folder: Path
     storage: Storage
     device: emulated.Device | None = None
+    store: remote.Store | None = None
 
     def __post_init__(self) -> None:
         """Remember on which file system the folder was made."""
@@ -61,25 +62,58 @@ class Workspace:
             raise OSError(errno.ENODEV, "the target is gone, or another file system lies at its path")
 
     def charge_write(self, folder: Path) -> float | None:
-        """Charge the files below ``folder``, just written, to the emulated device.
+        """Charge the files below ``folder``, just written, to the emulated device, or send them to the store.
 
-        Blocks until the device has acknowledged them.
+        Blocks until they are acknowledged.
 
         Returns
         -------
         float or None
-            Monotonic time at which they are durable; None where nothing is emulated.
+            Monotonic time at which they are durable, NaN where that can't be known; None on a directory.
         """
+        if self.store is not None:
+            return self.store.write(folder, list(files_below(folder)))
         if self.device is None:
             return None
         written = [self.device.write(str(path), path.stat().st_size) for path in files_below(folder)]
         return max((one.durable_s for one in written), default=time.monotonic())
 
     def charge_read(self, paths: Sequence[Path]) -> None:
-        """Charge a cold read of ``paths``, about to be read, to the emulated device."""
+        """Charge a cold read of ``paths``, about to be read, to the emulated device, or bring them from the store."""
+        if self.store is not None:
+            self.store.read(paths)
         if self.device is not None:
             for path in paths:
                 self.device.read(str(path), path.stat().st_size)
+
+    @property
+    def buffered(self) -> bool:
+        """Whether files are written to memory first, and reach the target by ``charge_write``."""
+        return self.device is not None or self.store is not None
+
+    def drop(self, folder: Path) -> dict[str, str]:
+        """Drop what can be dropped below ``folder``; say for each layer whether it is cold."""
+        if self.store is not None:
+            return self.store.drop(folder)
+        if self.device is not None:  # it charges each first read as a cold one
+            return {"cache_data": "cold", "cache_metadata": "cold", "cache_server": "cold"}
+        states = {"cache_data": drop_tree(folder), "cache_metadata": drop_metadata(), "cache_server": "unknown"}
+        if self.storage.medium == "memory":
+            states["cache_server"] = "warm"
+        elif beneath := backing_file(folder):
+            states["cache_server"] = drop_files([beneath])
+        return states
+
+    def recover(self, parent: Path) -> None:
+        """Remove partial checkpoints from a store; a directory has names for them (``commit.recover``)."""
+        if self.store is not None:
+            self.store.recover(parent)
+
+    def forget(self, folder: Path) -> None:
+        """Delete a folder from the store, as far as it answers; what lies on a directory is the caller's."""
+        if self.store is not None:
+            with suppress(Exception):  # each driver raises kinds of its own; the next start clears it
+                self.store.forget(folder)
 
 
 def directory(target: Target) -> Path:
@@ -90,7 +124,7 @@ def directory(target: Target) -> Path:
     ConfigError
         If it is missing or not a directory.
     """
-    if target.emulated or target.lab:
+    if not target.mounted:  # its bytes pass through memory
         return emulated.default_folder()[0]
     path = Path(os.path.expandvars(target.location)).expanduser().absolute()
     if not path.exists():
@@ -126,7 +160,9 @@ def check(targets: Sequence[Target], needed_bytes: int, control: bool = False) -
         folder = directory(target)
         if target.emulated:
             warnings += _check_profile(target, folder)
-        elif not target.lab:
+        elif target.remote:
+            remote.connect(target)
+        elif target.mounted:
             real = os.path.realpath(folder)
             if real in seen and not control:
                 raise ConfigError(
@@ -294,10 +330,16 @@ def claim(target: Target, study_id: str) -> Iterator[Path]:
         raise ConfigError(
             f"target {target.name}={target.location!r}: {error.strerror}; choose one that takes files"
         ) from None
+    held = remote.claim(target, folder, marker, _abandoned) if target.remote else nullcontext()
     try:
-        yield folder
+        with held:
+            yield folder
     finally:
         remove(folder)
+
+
+def _abandoned(marker: dict) -> bool:
+    return marker.get("machine") == _machine() and not psutil.pid_exists(marker["pid"])
 
 
 def sweep(root: Path) -> None:
@@ -332,11 +374,19 @@ def open_workspace(target: Target, owned: Path, trial_id: str) -> Workspace:
         raise ConfigError(f"target {target.name}: {owned.name} carries no marker of this study; start the study again")
     folder = owned / trial_id
     folder.mkdir()
+    if target.remote:
+        fs, root = remote.connect(target)
+        store = remote.Store(fs, f"{root.rstrip('/')}/{owned.name}", owned)
+        return Workspace(target, folder, _remote_storage(target), store=store)
     if not target.emulated:
         return Workspace(target, folder, describe(folder))
     profile = emulated.parse_profile(target.location.removeprefix(EMULATED))
     device = emulated.Device(profile, owned / "queue")
     return Workspace(target, folder, Storage(f"emulated {target.location.removeprefix(EMULATED)}", "emulated"), device)
+
+
+def _remote_storage(target: Target) -> Storage:
+    return Storage(f"{target.scheme}: a server reached through fsspec, medium unknown", "network", "fsspec")
 
 
 def storage_of(target: Target) -> dict:
@@ -348,5 +398,5 @@ def storage_of(target: Target) -> dict:
     if target.lab:
         words = f"emulated on real kernel I/O: {target.location}"
         return {**asdict(Storage(words, "emulated")), "options": []}
-    storage = describe(directory(target))
+    storage = _remote_storage(target) if target.remote else describe(directory(target))
     return {**asdict(storage), "options": list(storage.options)}  # as JSON gives it back
