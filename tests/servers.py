@@ -7,7 +7,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -136,7 +136,14 @@ def s3_server(folder: Path) -> Iterator[Gateway]:
         ceph("ceph-mon", "-i", "a", "--pid-file", f"{folder}/mon.pid")
         ceph("ceph", "osd", "new", disk)
         ceph("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", disk)
-        ceph("ceph-osd", "-i", "0", "--pid-file", f"{folder}/osd.pid")
+        for left in reversed(range(5)):  # a monitor this young may still answer "wrong fsid"
+            try:
+                ceph("ceph-osd", "-i", "0", "--pid-file", f"{folder}/osd.pid")
+                break
+            except subprocess.CalledProcessError:
+                if not left:
+                    raise
+                time.sleep(1)
         gateway = Gateway(folder, ids["port"])
         gateway.start()
         user = ["--uid=study", "--display-name=study", f"--access-key={ACCESS_KEY}", f"--secret-key={SECRET_KEY}"]
@@ -145,4 +152,5 @@ def s3_server(folder: Path) -> Iterator[Gateway]:
     finally:
         for name in ("rgw", "osd", "mon"):
             if (folder / f"{name}.pid").exists():
-                subprocess.run(["kill", (folder / f"{name}.pid").read_text().strip()])
+                with suppress(ProcessLookupError):
+                    os.kill(int((folder / f"{name}.pid").read_text()), 9)  # all lies in memory: nothing to end well

@@ -209,3 +209,13 @@ def test_warnings_name_the_number_and_the_way_out(finished):
     texts = list(present.warnings(load_study(finished.folder)))
     assert any("nas is emulated" in text and "--target" in text for text in texts)
     assert any(text.startswith("2 complete block(s)") and "--blocks 5" in text for text in texts)
+
+
+def test_a_target_without_durable_times_is_compared_with_none_and_the_report_says_so(finished):
+    study = load_study(finished.folder)
+    nas = study.targets[1]
+    assert analysis.compared_with(study) == [nas]
+    events = study.events
+    study.__dict__["events"] = events.assign(durable_s=events.durable_s.where(events.target != nas))
+    assert analysis.compared_with(study) == []
+    assert f"{nas}: its server can't say when bytes are durable" in " ".join(present.warnings(study))

@@ -197,7 +197,7 @@ def test_the_file_below_a_loop_device_is_made_cold_too(tmp_path, tiny):
         trial.put_data()
         trial.train()
         assert resident_pages(image) > 1000
-        assert trial._drop(trial.workspace.folder / "checkpoints") | {"cache_metadata": ""} == {
+        assert trial.workspace.drop(trial.workspace.folder / "checkpoints") | {"cache_metadata": ""} == {
             "cache_data": "cold", "cache_metadata": "", "cache_server": "cold"
         }  # fmt: skip
         assert resident_pages(image) < 100  # the mounted file system reads a few of its own

@@ -94,9 +94,24 @@ def block_means(
 
 
 def compared_with(study: Study) -> list[str]:
-    """Give the targets that the first is compared with: those that share a completed block in each condition."""
+    """Give the targets that the first is compared with: those that share a completed block in each condition.
+
+    A target whose server can't say when bytes are durable is compared with none.
+    """
     first, *others = study.targets
-    return [other for other in others if all(_shared(study, first, other, wait) for wait in waits_of_first(study))]
+    if never_durable(study, first):
+        return []
+    return [
+        other
+        for other in others
+        if not never_durable(study, other) and all(_shared(study, first, other, wait) for wait in waits_of_first(study))
+    ]
+
+
+def never_durable(study: Study, target: str) -> bool:
+    """Whether a target made saves, and none of them has a durable time."""
+    durable_s = study.events[study.events.target == target].durable_s
+    return len(durable_s) > 0 and bool(durable_s.isna().all())
 
 
 def _shared(study: Study, first: str, other: str, wait: str) -> set[int]:

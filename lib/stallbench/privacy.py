@@ -89,7 +89,7 @@ class Redactor:
         # Names that are plain words of this report's own language identify nobody and would garble it.
         names -= {"", "localhost", "root", "user", "disk", "nas", "data", "study", "target", "runner", "jovyan"}
         names -= {*METHODS, "return", "durable", "127.0.0.1"}
-        names = {name for name in names if len(name) > 2}
+        names = sorted((name for name in names if len(name) > 2), key=len, reverse=True)
         return re.compile("|".join(rf"(?<![\w-]){re.escape(name)}(?![\w-])" for name in names)) if names else None
 
     def text(self, text: str) -> str:

@@ -254,7 +254,11 @@ def _description(study: Study) -> str:
         for target in study.targets
         if len(means := block_means(study, "durable_s", target))
     ]
-    alone = "there is one target" if len(study.targets) == 1 else "no two targets completed a block together"
+    alone = (
+        "there is one target"
+        if len(study.targets) == 1
+        else "no two targets completed a block together with known times"
+    )
     return " ".join([*parts, f"Nothing is compared: {alone}."])
 
 
