@@ -16,7 +16,7 @@ PACKAGE = ROOT / "lib" / "stallbench"
 # Each module may import those above it, never one below.
 ORDER = (
     "__init__", "config", "privacy", "pagecache", "emulated", "faults", "spans", "lab_profile", "storage", "remote",
-    "targets", "probe", "lab_disk", "lab", "lab_check", "preflight", "preflight_cli", "workload",
+    "targets", "probe", "mounting", "lab_disk", "lab", "lab_check", "preflight", "preflight_cli", "workload",
     "checkpointing.__init__", "checkpointing.state", "checkpointing.commit", "checkpointing.direct",
     "checkpointing.writers", "checkpointing.checkpointer",
     "recording", "training", "controls", "results", "trial", "environment", "execute", "study", "attach",

@@ -151,6 +151,11 @@ def test_figures_have_the_digits_that_their_interval_bears(numbers, text):
     assert analysis.span_text(*numbers) == text
 
 
+def test_a_bound_that_two_blocks_leave_open_is_not_spelled_out():
+    assert analysis.percent(0.51, -170.84, 0.998) == "51 % (below -1000 to 100)"
+    assert analysis.percent(0.51, -9.5, 0.998) == "51 % (-950 to 100)"
+
+
 def altered(finished, **changes) -> Study:
     """Give the finished study with other facts about where its second target lies; the first becomes a real NVMe."""
     study = load_study(finished.folder)

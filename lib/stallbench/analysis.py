@@ -28,6 +28,7 @@ MEASURES = {
     "delete_s": ("deletion of an old checkpoint", "durable"),
 }
 # Shown side by side; the stall is one of the two saves, depending on the wait rule.
+OPEN_SHARE = -10.0  # ten times as slow: an interval that reaches further says nothing on that side
 SIDE_BY_SIDE = ("step_s", "returned_s", "durable_s", "restore_s", "reload_s", "delete_s")
 
 
@@ -256,7 +257,9 @@ def duration(wait_s: float, low_s: float = math.nan, high_s: float = math.nan, b
 
 
 def percent(share: float, low: float = math.nan, high: float = math.nan) -> str:
-    """Write a share in percent with its interval."""
+    """Write a share in percent with its interval; a bound that few blocks leave all but open is said as such."""
+    if low < OPEN_SHARE:
+        return f"{share * 100:.0f} % (below {OPEN_SHARE * 100:.0f} to {high * 100:.0f})"
     return span_text(share * 100, low * 100, high * 100, "%")
 
 

@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ import psutil
 from stallbench import emulated, probe
 from stallbench.config import ConfigError, Target
 from stallbench.lab_profile import PROFILES, LabProfile, parse
+from stallbench.mounting import TIMEOUT_S, lacking, run_program
 from stallbench.spans import Timeline
 from stallbench.storage import LABS, Storage
 from stallbench.targets import Workspace
@@ -39,7 +39,6 @@ PACKAGES = {  # Debian's, by program
     "tc": "iproute2",
 }
 SIZE_BYTES = 4 << 30
-TIMEOUT_S = 60
 DEVICE_FAULTS = {"eio-write": "write", "eio-flush": "flush", "eio-read": "read", "stall": "stall"}
 FAULTS = (*DEVICE_FAULTS, "cut", "restore", "read-only")
 # tbf counts a segment's 1448 bytes of data as 1514 (MTU 1500 and the Ethernet header).
@@ -50,20 +49,10 @@ _children: list[subprocess.Popen] = []  # of this process; `down` reaps them
 
 def missing() -> str:
     """Say in one line why there can be no lab here; empty when there can."""
-    if sys.platform != "linux":
-        return "a lab needs Linux"
-    if os.geteuid() != 0:
-        return "a lab needs root, to mount a file system"
-    devices = [device for device in ("/dev/fuse", "/dev/loop-control") if not Path(device).exists()]
-    if devices:
-        return f"a lab needs {' and '.join(devices)}"
-    packages = {package for program, package in PACKAGES.items() if not shutil.which(program)}
-    if "nbdkit" in packages or subprocess.run(["nbdkit", "--dump-plugin", "python"], capture_output=True).returncode:
-        packages.add("nbdkit-plugin-python")
-    return f"a lab needs packages: apt-get install {' '.join(sorted(packages))}" if packages else ""
+    return lacking("a lab", PACKAGES)
 
 
-def check(location: str) -> None:
+def require(location: str) -> None:
     """Refuse ``lab:PROFILE`` where it can't be, without building anything.
 
     Raises
@@ -111,15 +100,15 @@ class Lab:
         if name not in FAULTS or (name == "cut" and not self.profile.network):
             raise ValueError(f"no fault {name!r} on this lab; there are: {', '.join(FAULTS)} (cut: with a link only)")
         if name in ("cut", "restore") and self.profile.network:
-            _run("ip", "-n", f"{self.home.name}-c", "link", "set", "lab-c", "down" if name == "cut" else "up")
+            run_program("ip", "-n", f"{self.home.name}-c", "link", "set", "lab-c", "down" if name == "cut" else "up")
         if name == "read-only":
-            _run("mount", "-o", "remount,ro", str(self.mountpoint))
+            run_program("mount", "-o", "remount,ro", str(self.mountpoint))
         if name in DEVICE_FAULTS:
             self._order({"fault": DEVICE_FAULTS[name], "value": seconds})
         if name == "restore":
             self._order({"fault": "restore"})
             with suppress(RuntimeError):  # ext4 refuses once its journal was aborted
-                _run("mount", "-o", "remount,rw", str(self.mountpoint))
+                run_program("mount", "-o", "remount,rw", str(self.mountpoint))
 
     def counters(self) -> dict:
         """Give the device's requests and bytes by kind, and its positions."""
@@ -136,21 +125,15 @@ class Lab:
         return answer
 
 
-def _run(*command: str) -> str:
-    """Run a program; return what it printed, or raise with what it complained about."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout.strip()
-
-
-def up(profile: LabProfile, out: Callable[[str], object] = print, check: bool = True) -> Lab:
+def up(profile: LabProfile, out: Callable[[str], object] = print, check: bool = True, kept: bool = True) -> Lab:
     """Build a lab and leave it running.
 
     Parameters
     ----------
     check
         Refuse a profile that asks for more than half of what the chain itself reaches (some 5 s).
+    kept
+        Whether it may outlive this process; else the next one to need a lab removes it.
 
     Raises
     ------
@@ -166,22 +149,22 @@ def up(profile: LabProfile, out: Callable[[str], object] = print, check: bool = 
     lab_id = uuid4().hex[:8]
     lab = Lab(lab_id, profile, emulated.default_folder()[0] / f"lab-{lab_id}")
     try:
-        _build(lab)
+        _build(lab, kept)
         out(f"lab {lab_id}: emulated storage on real kernel I/O, ext4 at {lab.mountpoint}")
         if check:
-            limits = limits_of(lab)
-            out(", ".join(f"{kind} {rate / 1e6:.1f} MB/s" for kind, rate in limits.items()))
+            out("probed: " + ", ".join(_words(*limit) for limit in limits_of(lab).items()))
     except BaseException:
         down(lab_id)
         raise
     return lab
 
 
-def _build(lab: Lab) -> None:
+def _build(lab: Lab, kept: bool) -> None:
     """Make all the parts; each is in the state file, by a name that nothing else has, before it is made."""
     LABS.mkdir(exist_ok=True)
     server, client = _commands(lab)
     state = {"lab_id": lab.lab_id, "profile": lab.profile.model_dump(), "home": str(lab.home), "owner": os.getpid()}
+    state |= {"owner_began_s": psutil.Process().create_time(), "kept": kept}
     state |= {"processes": [server, client], "namespaces": _namespaces(lab)}
     (LABS / f"lab-{lab.lab_id}.json").write_text(json.dumps(state))
     for folder in (lab.home, lab.home / "device", lab.mountpoint):
@@ -190,7 +173,7 @@ def _build(lab: Lab) -> None:
     with image.open("wb") as file:
         file.truncate(SIZE_BYTES)
     options = ["-b", "4096", "-m", "0", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0"]
-    _run("mkfs.ext4", "-q", "-F", *options, str(image))
+    run_program("mkfs.ext4", "-q", "-F", *options, str(image))
     if lab.profile.network:
         _link(lab)
     enter = ["nsenter", "--net=/run/netns/{}"] if lab.profile.network else []
@@ -204,8 +187,8 @@ def _build(lab: Lab) -> None:
         _children.append(process)
         _wait_for(ready, process, lab.home / "log")
     # Without direct I/O a second page cache, that of the file below, would lie under the file system.
-    loop = _run("losetup", "--find", "--show", "--direct-io=on", str(device))
-    _run("mount", "-t", "ext4", loop, str(lab.mountpoint))
+    loop = run_program("losetup", "--find", "--show", "--direct-io=on", str(device))
+    run_program("mount", "-t", "ext4", loop, str(lab.mountpoint))
 
 
 def _namespaces(lab: Lab) -> list[str]:
@@ -227,17 +210,17 @@ def _commands(lab: Lab) -> tuple[list[str], list[str]]:
 def _link(lab: Lab) -> None:
     """Make two namespaces with a shaped link between them."""
     client, server = _namespaces(lab)
-    _run("ip", "netns", "add", client)
-    _run("ip", "netns", "add", server)
-    _run(*f"ip -n {client} link add lab-c type veth peer name lab-s netns {server}".split())
+    run_program("ip", "netns", "add", client)
+    run_program("ip", "netns", "add", server)
+    run_program(*f"ip -n {client} link add lab-c type veth peer name lab-s netns {server}".split())
     rate_bits_per_s = round(lab.profile.link_bytes_per_s / _TBF_SHARE * 8)
     burst_bytes = max(256 << 10, rate_bits_per_s // 8 // 250)  # what passes in a tick of a kernel with 250 HZ
     for namespace, device, address in ((client, "lab-c", 2), (server, "lab-s", 1)):
-        _run(*f"ip -n {namespace} addr add 10.11.12.{address}/30 dev {device}".split())
-        _run(*f"ip -n {namespace} link set {device} up".split())
+        run_program(*f"ip -n {namespace} addr add 10.11.12.{address}/30 dev {device}".split())
+        run_program(*f"ip -n {namespace} link set {device} up".split())
         shape = f"root tbf rate {rate_bits_per_s}bit burst {burst_bytes} latency 50ms"
         try:
-            _run(*f"tc -n {namespace} qdisc add dev {device} {shape}".split())
+            run_program(*f"tc -n {namespace} qdisc add dev {device} {shape}".split())
         except RuntimeError as error:
             raise ConfigError(f"a lab's link needs the kernel's sch_tbf: {error}") from None
 
@@ -264,6 +247,13 @@ def limits_of(lab: Lab) -> dict[str, float]:
     return {span.kind: span.size_bytes / (span.end_s - span.start_s) for span in timeline.spans}
 
 
+def _words(kind: str, bytes_per_s: float) -> str:
+    counted = kind in ("raw_random", "raw_small")  # of one page each
+    return (
+        f"{kind} {probe.PAGE_BYTES / bytes_per_s * 1e3:.1f} ms" if counted else f"{kind} {bytes_per_s / 1e6:.0f} MB/s"
+    )
+
+
 def check_ceiling(profile: LabProfile) -> None:
     """Raise ConfigError if the profile asks for more than half of what the chain without limits reaches."""
     # The control has the profile's link in its way only if that is the profile's own limit.
@@ -279,8 +269,11 @@ def check_ceiling(profile: LabProfile) -> None:
 
 @contextmanager
 def running(profile: LabProfile, out: Callable[[str], object] = print, check: bool = True) -> Iterator[Lab]:
-    """Build a lab as `up` does, and remove it at the end."""
-    lab = up(profile, out, check)
+    """Build a lab as `up` does, and remove it at the end; those of processes that were killed are removed first."""
+    for state in _states():
+        if not state["kept"] and not _owner_lives(state):
+            _remove(state)
+    lab = up(profile, out, check, kept=False)
     try:
         yield lab
     finally:
@@ -288,14 +281,18 @@ def running(profile: LabProfile, out: Callable[[str], object] = print, check: bo
 
 
 def down(lab_id: str | None = None) -> list[str]:
-    """Remove one lab or all of them, whoever made them, and nothing else; give the ids of those removed.
+    """Remove one lab, whoever made it, or all but those that a running process holds; give the ids of those removed.
 
     Raises
     ------
     ConfigError
         If there is no lab of that id.
     """
-    states = [state for state in _states() if lab_id in (None, state["lab_id"])]
+    states = [
+        state
+        for state in _states()
+        if state["lab_id"] == lab_id or (lab_id is None and (state["kept"] or not _owner_lives(state)))
+    ]
     if lab_id and not states:
         raise ConfigError(f"there is no lab {lab_id!r}; see stallbench lab status")
     for state in states:
@@ -309,6 +306,13 @@ def _states() -> list[dict]:
         with suppress(OSError, ValueError):
             found.append(json.loads(path.read_text()))
     return found
+
+
+def _owner_lives(state: dict) -> bool:
+    try:
+        return psutil.Process(state["owner"]).create_time() == state["owner_began_s"]
+    except psutil.Error:
+        return False
 
 
 def _processes(state: dict) -> list[psutil.Process]:
@@ -340,12 +344,12 @@ def _remove(state: dict) -> None:
     _children[:] = [child for child in _children if child.poll() is None]
     for folder in (home / "mount", home / "device"):
         if str(folder) in {mount.mountpoint for mount in psutil.disk_partitions(all=True)}:
-            _run("umount", "--lazy", str(folder))
+            run_program("umount", "--lazy", str(folder))
         for loop in _loops(home.name):
-            _run("losetup", "--detach", loop)
+            run_program("losetup", "--detach", loop)
     for namespace in state["namespaces"]:
         if Path("/run/netns", namespace).exists():
-            _run("ip", "netns", "delete", namespace)
+            run_program("ip", "netns", "delete", namespace)
     mounts = {mount.mountpoint for mount in psutil.disk_partitions(all=True)}
     if not any(Path(mount).is_relative_to(home) for mount in mounts):
         shutil.rmtree(home, ignore_errors=True)

@@ -75,6 +75,7 @@ def _on_chain(profile: LabProfile) -> list[tuple[float, int]]:
 
 def _in_process(profile: LabProfile, state_path: Path) -> list[float | None]:
     values = profile.model_dump(include=set(emulated.Profile.model_fields))
+    values["disk_bytes_per_s"] *= profile.spindles  # it has one disk
     device = emulated.Device(emulated.Profile(**values), state_path)
     start_s = time.monotonic()
     emulated.wait_until(device.write("file", SIZE_BYTES).durable_s)

@@ -28,7 +28,9 @@ def up(profile: Profile) -> None:
 
 
 @app.command()
-def down(lab_id: Annotated[str | None, typer.Argument(help="One lab; all without it.")] = None) -> None:
+def down(
+    lab_id: Annotated[str | None, typer.Argument(help="One lab; without it all but those of running studies.")] = None,
+) -> None:
     """Remove labs, whoever made them."""
     try:
         for name in lab.down(lab_id):

@@ -2,17 +2,17 @@
 
 import fcntl
 import os
-import shutil
 import socket
 import struct
 import subprocess
-import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import BinaryIO, Self
+
+from stallbench.mounting import TIMEOUT_S, lacking, run_program
 
 PLUGIN = Path(__file__).with_name("volatile_disk.py")
 PACKAGES = {  # Debian's, by program
@@ -24,24 +24,13 @@ PACKAGES = {  # Debian's, by program
     "nbdkit": "nbdkit",
     "umount": "mount",
 }
-TIMEOUT_S = 30
 EXT4_IOC_SHUTDOWN = 0x8004587D
 NO_LOG_FLUSH = struct.pack("I", 2)
 
 
 def missing() -> str:
     """Say in one line why the power can't be cut here; empty when it can."""
-    if sys.platform != "linux":
-        return "cutting the power needs Linux"
-    if os.geteuid() != 0:
-        return "cutting the power needs root, to mount a file system"
-    devices = [device for device in ("/dev/fuse", "/dev/loop-control") if not Path(device).exists()]
-    if devices:
-        return f"cutting the power needs {' and '.join(devices)}"
-    packages = {package for program, package in PACKAGES.items() if not shutil.which(program)}
-    if "nbdkit" in packages or subprocess.run(["nbdkit", "--dump-plugin", "python"], capture_output=True).returncode:
-        packages.add("nbdkit-plugin-python")
-    return f"cutting the power needs the Debian packages {' '.join(sorted(packages))}" if packages else ""
+    return lacking("cutting the power", PACKAGES)
 
 
 class PowerCutDisk:
@@ -77,7 +66,7 @@ class PowerCutDisk:
                 image.truncate(self.size_bytes)
             # Small disks would get smaller blocks than the device's; lazy initialisation would write at any moment.
             options = ["-b", "4096", "-E", "lazy_itable_init=0,lazy_journal_init=0"]
-            _run("mkfs.ext4", "-q", "-F", *options, str(self._image))
+            run_program("mkfs.ext4", "-q", "-F", *options, str(self._image))
             self.restart()
             self._undo = undo.pop_all()
         return self
@@ -118,13 +107,13 @@ class PowerCutDisk:
             room = Path(life.enter_context(TemporaryDirectory(prefix="life-", dir=self._home)))
             device = self._start_device(life, room / "device")
             # Without direct I/O a second page cache, that of the file below, would lie under the file system.
-            loop = _run("losetup", "--find", "--show", "--direct-io=on", str(device))
-            life.callback(_run, "losetup", "--detach", loop)
+            loop = run_program("losetup", "--find", "--show", "--direct-io=on", str(device))
+            life.callback(run_program, "losetup", "--detach", loop)
             mountpoint = room / "mount"
             mountpoint.mkdir()
-            _run("mount", "-t", "ext4", loop, str(mountpoint))
+            run_program("mount", "-t", "ext4", loop, str(mountpoint))
             # Lazily: processes may still have files open there.
-            life.callback(_run, "umount", "--lazy", str(mountpoint))
+            life.callback(run_program, "umount", "--lazy", str(mountpoint))
             life.callback(_shut_down, mountpoint)
             self.mountpoint = mountpoint
             self._life = life.pop_all()
@@ -152,14 +141,6 @@ class PowerCutDisk:
 
     def _log(self) -> str:
         return (self._home / "log").read_text(errors="replace").strip()
-
-
-def _run(*command: str) -> str:
-    """Run a program; return what it printed, or raise with what it complained about."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout.strip()
 
 
 def _shut_down(mountpoint: Path) -> None:

@@ -130,9 +130,8 @@ def how_to_read(study: Study, other: str) -> str:
     return (
         f"Means over blocks with their 95 % interval. Time saved: by {first} against {other}, paired by block. "
         "Detectable: the smallest time saved that this many blocks with this spread would have shown (80 % power). "
-        "Events: on one target. Deletion by the Trainer stops training too, and is in no save's time; an emulated "
-        "device charges "
-        "nothing for it."
+        "Events: on one target. Deletion by the Trainer stops training too, and is in no save's time; a "
+        "device emulated in-process charges nothing for it."
     )
 
 
@@ -296,8 +295,8 @@ def limits_words() -> str:
     """Say below the table of raw limits what they are."""
     return (
         "Means over trials, by fio where it is installed. Raw: direct I/O, a deep queue, fsync after a write. A "
-        "small file is created, written, made durable and renamed. An emulated device's limits are what its stated "
-        "rates come to. A cache beneath a raw read is unknown."
+        "small file is created, written, made durable and renamed. Of a device emulated in-process, the limits "
+        "are what its stated rates come to; a lab's are probed. A cache beneath a raw read is unknown."
     )
 
 
@@ -312,8 +311,9 @@ def phases_caption() -> str:
 def floors_caption() -> str:
     """Say below the table of floors how they were obtained."""
     return (
-        "To memory alone: on a real path, the same save to a memory file system; on an emulated device, the save's own "
-        "time without the device's. Storage saves at most: what an infinitely fast store would save, paired by block."
+        "To memory alone: on a real path, the same save to a memory file system; on a device emulated in-process, "
+        "the save's own time without the device's. Storage saves at most: what an infinitely fast store would save, "
+        "paired by block."
     )
 
 

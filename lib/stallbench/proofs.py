@@ -100,9 +100,8 @@ def torture_html(study: Study) -> str:
     if not path.exists():
         return "<p>No save was killed for this page; <code>stallbench torture --study DIR</code> does it.</p>"
     table = pd.DataFrame(read_json(path)["rows"]).drop(columns="seconds")
-    table.columns = [
-        "method", "event", "events", "partial checkpoint left", "reported, and lost", "newest one broken"
-    ]  # fmt: skip
+    names = {"left_partial": "partial checkpoint left", "lost": "reported, and lost", "broken": "newest one broken"}
+    table = table.rename(columns=names)
     table["partial checkpoint left"] = [f"{value:g}" for value in table["partial checkpoint left"]]
     words = (
         "<p>Saves, one right after the other, are killed, or the disk below them loses its power and what wasn't "

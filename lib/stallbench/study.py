@@ -93,7 +93,7 @@ def preview(config: StudyConfig) -> Preview:
     """
     for target in config.targets:
         if target.lab:
-            lab.check(target.location)
+            lab.require(target.location)
     needed_bytes = max(workload.planned_bytes(config, method, wait) or 0 for method, wait in config.conditions)
     warnings = targets.check(config.targets, needed_bytes, config.control)
     found = [preflight.examine(target, probe=False) for target in config.targets]

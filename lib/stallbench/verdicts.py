@@ -84,8 +84,10 @@ def _training_phase(study: Study, other: str) -> Judgement:
         answer = {"equivalent": "the same", "different": "not the same"}.get(test.verdict, "undecided whether the same")
         figures.append(f"wait={wait}: {answer} within 5 %; step time on {study.targets[0]} {change} against {other}")
     figure = "; ".join(figures) + "."
-    if study.emulated(other):
+    if study.charged(other):
         figure += " The emulated device charges a step's data reads only; any other difference is this machine's."
+    elif study.emulated(other):
+        figure += " The lab's device is served by this machine's own cores, which training shares."
     return _on_this_storage(study, other, _agreed(verdicts), figure)
 
 
