@@ -181,7 +181,9 @@ def test_a_failing_device_in_the_middle_costs_the_labs_trials_only(command, tmp_
     process = start(command, tmp_path, tmp_path / "out")
     before = contents(tmp_path / "disk")
     deadline_s = time.monotonic() + 100
-    while not (begun := [path for one in labs_of(process) for path in Path(one["mountpoint"]).glob("*/*/checkpoints/*")]):
+    while not (
+        begun := [path for one in labs_of(process) for path in Path(one["mountpoint"]).glob("*/*/checkpoints/*")]
+    ):
         assert process.poll() is None and time.monotonic() < deadline_s
         time.sleep(0.02)
     home = begun[0].parents[4]

@@ -15,8 +15,8 @@ from stallbench.config import ROOT
 PACKAGE = ROOT / "lib" / "stallbench"
 # Each module may import those above it, never one below.
 ORDER = (
-    "__init__", "config", "privacy", "pagecache", "emulated", "faults", "spans", "lab_profile", "storage", "remote",
-    "targets", "probe", "mounting", "lab_disk", "lab", "lab_check", "preflight", "preflight_cli", "workload",
+    "__init__", "config", "privacy", "pagecache", "emulated", "faults", "spans", "lab_profile", "storage", "ownership",
+    "remote", "targets", "probe", "mounting", "lab_disk", "lab", "lab_check", "preflight", "preflight_cli", "workload",
     "checkpointing.__init__", "checkpointing.state", "checkpointing.commit", "checkpointing.direct",
     "checkpointing.writers", "checkpointing.checkpointer",
     "recording", "training", "controls", "results", "trial", "environment", "execute", "study", "attach",
@@ -25,8 +25,8 @@ ORDER = (
     "lab_cli", "cli", "__main__",
 )  # fmt: skip
 MEASURING = {
-    "spans", "storage", "remote", "targets", "probe", "workload", "recording", "training", "controls", "trial", "study",
-    "execute", "attach", "preflight", *(name for name in ORDER if name.startswith("checkpointing")),
+    "spans", "storage", "ownership", "remote", "targets", "probe", "workload", "recording", "training", "controls",
+    "trial", "study", "execute", "attach", "preflight", *(name for name in ORDER if name.startswith("checkpointing")),
 }  # fmt: skip
 ANALYSING = {
     "stats", "models", "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present", "proofs",

@@ -14,7 +14,7 @@ import pytest
 from conftest import FAST_NAS, contents, foreign_files
 from stallbench.config import ConfigError, TrialConfig
 from stallbench.emulated import default_folder
-from stallbench.targets import sweep
+from stallbench.ownership import sweep
 from stallbench.trial import Trial, TrialError
 
 

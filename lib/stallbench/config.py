@@ -294,7 +294,7 @@ class StudyConfig(Workload):
     waits: tuple[Wait, ...] = Field(("return", "durable"), min_length=1)
     blocks: int = Field(5, ge=1)
     seed: int = Field(0, ge=0)
-    control: bool = Field(False, description="allow the same directory twice: an A/A control")
+    control: bool = Field(False, description="allow the same place twice: an A/A control")
 
     @field_validator("targets")
     @classmethod

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stallbench.config import MANIFEST, ConfigError, Target
+from stallbench.ownership import MARKER
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-MARKER = "stallbench.json"
 PROBE_BYTES = 64 << 20
 _SFTP = ("sftp", "ssh")
 # A server that is gone must fail a save, not hang it.
