@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -39,8 +40,7 @@ from stallbench.results import (
 
 # For the first guess of a study's length only; progress corrects it. Read off a 2-core machine.
 _KERNEL_START_S, _STEP_S, _DIRECTORY_BYTES_PER_S, _RESTORE_AND_CHECKS_S = 7.0, 0.15, 3e8, 5.0
-
-
+LAB_GRACE_S = 20.0  # in which a trial at its time limit may end by itself
 # The model's and the data's names may be paths, redacted by where one stands; their fingerprint is compared.
 _NOT_COMPARED = {"created_utc", "command", "model", "dataset"}
 
@@ -267,8 +267,10 @@ def _run_missing(config: StudyConfig, folder: Path, on_trial: OnTrial, show_path
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stallbench-")))
         stack.enter_context(kernel_environment(scratch))
         labs_up = stack.enter_context(ExitStack())
-        places = [_located(target, labs_up) for target in config.targets]
-        labs = [place for place, target in zip(places, config.targets, strict=True) if target.lab]
+        built = {target.name: _lab_of(target, labs_up) for target in config.targets if target.lab}
+        labs = [Target(name=name, location=str(made.mountpoint)) for name, made in built.items()]
+        at = {place.name: place for place in labs}
+        places = [at.get(target.name, target) for target in config.targets]
         redactor = _redactor(config, show_paths, labs)
         claims: dict[str, Path] = {}
         for index, target in enumerate(places):
@@ -277,9 +279,10 @@ def _run_missing(config: StudyConfig, folder: Path, on_trial: OnTrial, show_path
         for attempt, trials in todo:
             for planned in trials:
                 start_s = time.monotonic()
-                reason = _run_trial(
-                    config, folder, planned, attempt, claims[planned.target.name], scratch, redactor, show_paths
-                )
+                with _deadline(built.get(planned.target.name), config.trial_limit_s):
+                    reason = _run_trial(
+                        config, folder, planned, attempt, claims[planned.target.name], scratch, redactor, show_paths
+                    )
                 done += 1
                 succeeded = succeeded and not reason
                 left_s = (time.monotonic() - began_s) / done * (total - done)
@@ -287,12 +290,25 @@ def _run_missing(config: StudyConfig, folder: Path, on_trial: OnTrial, show_path
     return succeeded
 
 
-def _located(target: Target, stack: ExitStack) -> Target:
-    """Give a target as the trials see it: a lab is brought up, and is a directory until the stack is closed."""
-    if not target.lab:
-        return target
-    made = stack.enter_context(lab.running(lab_profile.parse(target.location), out=lambda line: None))
-    return Target(name=target.name, location=str(made.mountpoint))
+def _lab_of(target: Target, stack: ExitStack) -> lab.Lab:
+    """Bring a target's lab up, until the stack is closed; to the trials it is a directory."""
+    return stack.enter_context(lab.running(lab_profile.parse(target.location), out=lambda line: None))
+
+
+@contextmanager
+def _deadline(made: lab.Lab | None, limit_s: float) -> Iterator[None]:
+    """Take a lab down that holds a trial past its time limit: what waits for its device can't be killed before."""
+    if made is None:
+        yield
+        return
+    timer = threading.Timer(limit_s + LAB_GRACE_S, lab.down, [made.lab_id])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # it may be at work, and what follows would get in its way
 
 
 def _missing(config: StudyConfig, folder: Path) -> list[tuple[int, list[PlannedTrial]]]:
