@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 PROBE_BYTES = 64 << 20
-_SFTP = ("sftp", "ssh")
+SFTP = ("sftp", "ssh")
 # A server that is gone must fail a save, not hang it.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 2}}},
@@ -43,7 +43,7 @@ def connect(target: Target) -> tuple["AbstractFileSystem", str]:
 
     scheme = target.scheme
     # SFTP keeps no listings, and would hand the option on to its connection.
-    options = {"timeout": 10} if scheme in _SFTP else {"use_listings_cache": False} | _OPTIONS.get(scheme, {})
+    options = {"timeout": 10} if scheme in SFTP else {"use_listings_cache": False} | _OPTIONS.get(scheme, {})
     try:
         return url_to_fs(target.location, skip_instance_cache=True, **options)
     except ImportError:
