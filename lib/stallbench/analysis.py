@@ -260,6 +260,8 @@ def percent(share: float, low: float = math.nan, high: float = math.nan) -> str:
     """Write a share in percent with its interval; a bound that few blocks leave all but open is said as such."""
     if low < OPEN_SHARE:
         return f"{share * 100:.0f} % (below {OPEN_SHARE * 100:.0f} to {high * 100:.0f})"
+    if high > -OPEN_SHARE:
+        return f"{share * 100:.0f} % ({low * 100:.0f} to above {-OPEN_SHARE * 100:.0f})"
     return span_text(share * 100, low * 100, high * 100, "%")
 
 
