@@ -155,6 +155,7 @@ def test_a_bound_that_two_blocks_leave_open_is_not_spelled_out():
     assert analysis.percent(0.51, -170.84, 0.998) == "51 % (below -1000 to 100)"
     assert analysis.percent(0.51, -9.5, 0.998) == "51 % (-950 to 100)"
     assert analysis.percent(1.04, 0.5, 2842.9) == "104 % (50 to above 1000)"
+    assert analysis.percent(1.04, -12.0, 2842.9) == "104 % (below -1000 to above 1000)"
 
 
 def altered(finished, **changes) -> Study:

@@ -113,15 +113,15 @@ def _saved(one: Comparison) -> str:
 def _less(one: Comparison) -> str:
     """Say by how much the first takes less, or more, time than the other."""
     ratio = one.ratio
-    if ratio.time_saved >= 0:
-        return f"{_saved(one)} less"
-    return f"{percent(-ratio.time_saved, -ratio.time_saved_high, -ratio.time_saved_low)} more"
+    if ratio.time_saved < 0:
+        return f"{percent(-ratio.time_saved, -ratio.time_saved_high, -ratio.time_saved_low)} more"
+    return f"{_saved(one)} less"
 
 
 def _total(saved: Interval, saves: int) -> str:
-    if saved.mean >= 0:
-        return f"save {duration(saved.mean * saves, saved.low * saves, saved.high * saves)}"
-    return f"take {duration(-saved.mean * saves, -saved.high * saves, -saved.low * saves)} more"
+    if saved.mean < 0:
+        return f"take {duration(-saved.mean * saves, -saved.high * saves, -saved.low * saves)} more"
+    return f"save {duration(saved.mean * saves, saved.low * saves, saved.high * saves)}"
 
 
 def storage_for_claim(study: Study, other: str) -> str:
