@@ -88,6 +88,10 @@ def _training_phase(study: Study, other: str) -> Judgement:
         figure += " The emulated device charges a step's data reads only; any other difference is this machine's."
     elif study.emulated(other):
         figure += " The lab's device is served by this machine's own cores, which training shares."
+    if study.methods[0] in ASYNCHRONOUS:
+        figure += f" Steps beside a save by {study.methods[0]} are among them."
+    if study.remote(study.targets[0]) or study.remote(other):
+        return Judgement(NOT_TESTED, f"Training reads a local copy where a target is a URL. {figure}")
     return _on_this_storage(study, other, _agreed(verdicts), figure)
 
 
