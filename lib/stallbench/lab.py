@@ -39,6 +39,7 @@ PACKAGES = {  # Debian's, by program
     "tc": "iproute2",
 }
 SIZE_BYTES = 4 << 30
+PROBES = 3
 DEVICE_FAULTS = {"eio-write": "write", "eio-flush": "flush", "eio-read": "read", "stall": "stall"}
 FAULTS = (*DEVICE_FAULTS, "cut", "restore", "read-only")
 # tbf counts a segment's 1448 bytes of data as 1514 (MTU 1500 and the Ethernet header).
@@ -257,14 +258,18 @@ def _words(kind: str, bytes_per_s: float) -> str:
 def check_ceiling(profile: LabProfile) -> None:
     """Raise ConfigError if the profile asks for more than half of what the chain without limits reaches."""
     # The control has the profile's link in its way only if that is the profile's own limit.
+    ceiling = 0.0
     with running(PROFILES["fast"], out=lambda line: None, check=False) as control:
-        limits = limits_of(control)
-    ceiling = min(limits.get("raw_write", 0.0), limits.get("raw_read", 0.0))
-    if profile.sustained_bytes_per_s > ceiling / 2:
-        raise ConfigError(
-            f"lab profile needs {profile.sustained_bytes_per_s / 1e6:.0f} MB/s sustained, which is more than half of "
-            f"the {ceiling / 1e6:.0f} MB/s that the chain itself reaches here; lower disk_bytes_per_s or spindles"
-        )
+        for _ in range(PROBES):  # what else runs here can only lower what a probe finds
+            limits = limits_of(control)
+            ceiling = max(ceiling, min(limits.get("raw_write", 0.0), limits.get("raw_read", 0.0)))
+            if profile.sustained_bytes_per_s <= ceiling / 2:
+                return
+    raise ConfigError(
+        f"lab profile needs {profile.sustained_bytes_per_s / 1e6:.0f} MB/s sustained, which is more than half of "
+        f"the {ceiling / 1e6:.0f} MB/s that the chain itself reaches here; lower disk_bytes_per_s or spindles, or let "
+        "nothing else run"
+    )
 
 
 @contextmanager

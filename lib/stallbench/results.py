@@ -23,6 +23,7 @@ METHOD_VERSION = 2
 
 STUDY, ENVIRONMENT = "study.json", "environment.json"
 VALIDATION, BENCH, TORTURE = "validation.json", "bench.json", "torture.json"
+LAB_CHECK, LAB_SWEEP = "lab-check.json", "lab-sweep.json"
 TRIAL, FAILURE, SPANS = "trial.json", "failure.json", "spans.parquet"
 # What tells a trial from the others.
 TRIAL_KEYS = ("trial", "target", "method", "wait", "block")
