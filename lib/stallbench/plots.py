@@ -199,8 +199,8 @@ def saved_over_rate(study: Study) -> Figure | None:
     disk_s = rows.durable_s[rows.place == "disk"].mean()
     points = which_nas.swept(rows)
     fastest = max(one.rate_bytes_per_s for one in points if not one.memory)
-    figure, axes = plt.subplots(figsize=(5.2, 3.3))
-    for memory, marker, label in ((False, "o", "array only"), (True, "s", "memory that counts as stable")):
+    figure, axes = plt.subplots(figsize=(5.2, 3.6))
+    for memory, marker, label in ((False, "o", "array only"), (True, "s", "with stable memory")):
         own = [one for one in points if one.memory == memory]
         saved = [one.saved for one in own]
         spread = [
@@ -218,14 +218,14 @@ def saved_over_rate(study: Study) -> Figure | None:
     axes.plot(rates[inside] / 1e6, curve[inside], color=_COLOURS[0], label="line through the arrays")
     axes.plot(rates[~inside] / 1e6, curve[~inside], color=_COLOURS[0], ls=":", label="extrapolated")
     axes.axhline(which_nas.CLAIMED_TIME_SAVED * 100, color="black", lw=1, ls="--")
-    axes.annotate("claimed: 25 %", (rates[0] / 1e6, which_nas.CLAIMED_TIME_SAVED * 100 + 2), fontsize=9)
+    axes.annotate("claimed", (rates[0] / 1e6, which_nas.CLAIMED_TIME_SAVED * 100 + 2), fontsize=9)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_ylim(min(0, *curve), 100)
-    axes.set_xlabel("what the emulated NAS takes from end to end, as stated, MB/s")
+    axes.set_xlabel("MB/s that the emulated NAS takes from end to end, as stated")
     axes.set_ylabel("time saved by this disk, %")
     axes.set_title("A save until durable: this disk against a NAS")
-    axes.legend(loc="lower left")
+    figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 

@@ -66,10 +66,8 @@ def nas_table(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {
-                "link": one.link,
-                "behind it": "memory that counts as stable"
-                if one.memory
-                else f"{one.array_bytes_per_s / 1e6:,.0f} MB/s",
+                "link": one.link.replace(" ", "\N{NO-BREAK SPACE}"),
+                "behind it": "stable memory" if one.memory else f"{one.array_bytes_per_s / 1e6:,.0f} MB/s",
                 "end to end, stated": f"{one.rate_bytes_per_s / 1e6:,.0f} MB/s",
                 "durable": seconds(one.durable_s),
                 "time saved by the disk": percent(

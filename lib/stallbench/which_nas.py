@@ -158,7 +158,7 @@ def words(study: Study) -> str:
 def _nearest(rows: pd.DataFrame) -> str:
     """Name the NAS of the map against which the disk saves nearest to the claimed share."""
     one = min(swept(rows), key=lambda one: abs(one.saved.time_saved - CLAIMED_TIME_SAVED))
-    behind = "memory that counts as stable" if one.memory else f"an array of {one.array_bytes_per_s / 1e6:,.0f} MB/s"
+    behind = "stable memory" if one.memory else f"an array of {one.array_bytes_per_s / 1e6:,.0f} MB/s"
     saved = percent(one.saved.time_saved, one.saved.time_saved_low, one.saved.time_saved_high)
     limit = ", where the emulation itself takes more than half of the time" if one.at_ceiling else ""
     return f"The nearest emulated one: {one.link} and {behind}, {saved} less time{limit}."
