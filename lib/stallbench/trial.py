@@ -19,7 +19,7 @@ import psutil
 
 from stallbench import targets, workload
 from stallbench.config import ASYNCHRONOUS, RESULTS, ConfigError, Target, TrialConfig
-from stallbench.faults import chain, full_disk
+from stallbench.faults import chain, full_disk, read_only
 from stallbench.pagecache import files_below, sync_tree
 from stallbench.privacy import Redactor
 from stallbench.probe import raw_limits
@@ -349,7 +349,7 @@ class Trial:
             self._closing.close()
 
     def explain(self, error: BaseException) -> str:
-        """Say in one line why a step failed; a full disk is named as such, however the writer put it."""
+        """Say in one line why a step failed; a full or read-only disk is named, however the writer put it."""
         from stallbench.checkpointing.state import CheckpointError
 
         try:
@@ -367,4 +367,5 @@ class Trial:
         if isinstance(error, KeyboardInterrupt):
             return INTERRUPTED
         lines = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+        words = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+        return f"{words}; the target is read-only now" if read_only(self.workspace.folder) else words
