@@ -110,17 +110,13 @@ class Lab:
         if name == "read-only":
             run_program("mount", "-o", "remount,errors=remount-ro", str(self.mountpoint))
             # remount,ro is refused while files are open for writing; an error is not (fs/ext4/sysfs.c of Linux).
-            Path("/sys/fs/ext4", Path(self._loop).name, "trigger_fs_error").write_text("the lab's read-only switch")
+            (loop,) = _loops(self.home.name)
+            Path("/sys/fs/ext4", Path(loop).name, "trigger_fs_error").write_text("the lab's read-only switch")
         if name in DEVICE_FAULTS:
             self._order({"fault": DEVICE_FAULTS[name], "value": seconds})
         if name == "restore":
             self._order({"fault": "restore"})
             self._mount_again_if_dead()
-
-    @property
-    def _loop(self) -> str:
-        (loop,) = _loops(self.home.name)
-        return loop
 
     def _mount_again_if_dead(self) -> None:
         """Start ext4 afresh if it gave up: a remount wouldn't."""
@@ -130,7 +126,7 @@ class Lab:
             if error.errno not in (errno.EROFS, errno.EIO):
                 raise
             run_program("umount", str(self.mountpoint))
-            _mount(self._loop, self.mountpoint)
+            _mount(*_loops(self.home.name), self.mountpoint)
 
     def counters(self) -> dict:
         """Give the device's requests and bytes by kind, and its positions."""
