@@ -187,6 +187,34 @@ def test_a_verdict_is_held_back_where_the_storage_cannot_carry_it(finished, chan
     assert ("A/A control" in verdicts.headline(study)) == (words == "A/A control")
 
 
+def with_raw_limits(study: Study, slower: dict[str, float]) -> Study:
+    """Give the study with a second target whose raw limits are the first one's, slower by a factor for each kind."""
+    spans = study.spans
+    raw = spans[(spans.target == study.targets[0]) & spans.kind.isin(slower)].assign(target=study.targets[1])
+    raw = raw.assign(duration_s=raw.duration_s * raw.kind.map(slower))
+    changed = dataclasses.replace(study)
+    changed.__dict__["spans"] = pd.concat([spans, raw], ignore_index=True)
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("slower", "verdict"),
+    [
+        ({"raw_write": 3.0, "raw_read": 2.0, "raw_random": 9.0}, verdicts.REPRODUCED),
+        ({"raw_write": 3.0, "raw_read": 2.0, "raw_random": 1.0}, verdicts.NOT_REPRODUCED),
+        ({"raw_write": 0.5, "raw_read": 2.0, "raw_random": 9.0}, verdicts.NOT_REPRODUCED),
+        ({"raw_write": 3.0, "raw_read": 2.0}, verdicts.NOT_TESTED),
+    ],
+)
+def test_a_hard_disks_mechanics_show_in_each_of_the_raw_limits_or_not_at_all(finished, slower, verdict):
+    row = verdicts.claims_table(with_raw_limits(altered(finished), slower)).set_index("id").loc["1.7"]
+    assert row.verdict == verdict
+    emulated = verdicts.claims_table(with_raw_limits(altered(finished, medium="emulated"), slower)).set_index("id")
+    assert emulated.loc["1.7"].verdict == (verdicts.NOT_TESTED if verdict == verdicts.NOT_TESTED else verdicts.MODELLED)
+    if verdict == verdicts.REPRODUCED:
+        assert "random 4 KiB read: " in row.figure and "88.9 % (88.9 to 88.9) less" in row.figure
+
+
 @pytest.mark.parametrize("file_system", ["nfs4", "fsspec"])
 def test_where_training_reads_a_local_copy_the_training_phase_is_not_tested(finished, file_system):
     study = altered(finished, file_system=file_system)

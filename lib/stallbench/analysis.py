@@ -239,6 +239,27 @@ def _raw_limits(study: Study, target: str) -> dict[str, float]:
     return raw
 
 
+def raw_against(study: Study, other: str) -> dict[str, PairedRatio]:
+    """Compare the probed raw limits of the first target with another's, paired by block.
+
+    Returns
+    -------
+    dict
+        By kind, ``raw_write`` and ``raw_read`` (seconds per byte) and ``raw_random`` (seconds per read of 4 KiB): what
+        was probed on both in a block.
+    """
+    found = {}
+    for kind in ("raw_write", "raw_read", "raw_random"):
+        of = "files" if kind == "raw_random" else "size_bytes"
+        own = study.spans[study.spans.kind == kind].groupby(["target", "block"])[["duration_s", of]].sum()
+        each_s = own.duration_s / own[of]
+        pair = [each_s[each_s.index.get_level_values("target") == target] for target in (study.targets[0], other)]
+        first, second = (part.droplevel("target") for part in pair)
+        if len(first.index.intersection(second.index)):
+            found[kind] = paired_ratio(first, second)
+    return found
+
+
 def seconds(interval: Interval) -> str:
     """Write a time with its 95 % interval, in the unit that suits its size."""
     unit, factor = ("ms", 1e3) if abs(interval.mean) < 0.1 else ("s", 1.0)
