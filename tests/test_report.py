@@ -212,7 +212,7 @@ def test_a_hard_disks_mechanics_show_in_each_of_the_raw_limits_or_not_at_all(fin
     emulated = verdicts.claims_table(with_raw_limits(altered(finished, medium="emulated"), slower)).set_index("id")
     assert emulated.loc["1.7"].verdict == (verdicts.NOT_TESTED if verdict == verdicts.NOT_TESTED else verdicts.MODELLED)
     if verdict == verdicts.REPRODUCED:
-        assert "random 4 KiB read: " in row.figure and "88.8889 % (88.8889 to 88.8889) less" in row.figure
+        assert re.search(r"random 4 KiB read: .* 88\.8\d* % .* less time", row.figure)
 
 
 @pytest.mark.parametrize("file_system", ["nfs4", "fsspec"])
