@@ -98,7 +98,18 @@ def test_the_page_names_the_nas_and_the_nearest_emulated_one(study):
     assert present.nas_html(study).count("<tr>") == 4
     assert plots.saved_over_rate(study) is not None
     keep(study, rows(0.07))
-    assert "No rate of an array" in which_nas.words(study)
+    assert "No array's rate can be named" in which_nas.words(study) and "a real NAS" in which_nas.words(study)
+
+
+def test_a_lab_that_fell_short_of_its_stated_rate_is_named_on_the_page(study):
+    raw = study.spans[study.spans.kind.isin(("raw_write", "raw_read")) & (study.spans.target == "hdd-nas-1gbe")]
+    spans = study.spans.assign()
+    spans.loc[raw.index, "duration_s"] = raw.size_bytes / 60e6
+    study.__dict__["spans"] = spans
+    found = [text for text in present.warnings(study) if text.startswith("hdd-nas-1gbe reached ")]
+    assert found and "reached 60 of the 118 MB/s" in found[0]
+    spans.loc[raw.index, "duration_s"] = raw.size_bytes / 110e6
+    assert not [text for text in present.warnings(study) if text.startswith("hdd-nas-1gbe reached ")]
 
 
 @pytest.mark.skipif(bool(lab.missing()), reason=f"skipped: {lab.missing()}")

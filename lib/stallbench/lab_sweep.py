@@ -3,17 +3,17 @@
 import random
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from transformers import Trainer
 
-from stallbench import emulated, lab
+from stallbench import emulated, lab, targets
 from stallbench.checkpointing.state import capture, flatten, size_bytes
-from stallbench.config import ConfigError
+from stallbench.config import ConfigError, Target
 from stallbench.lab_profile import PROFILES, LabProfile
 from stallbench.pagecache import sync_tree
 from stallbench.race import make_state
@@ -81,13 +81,13 @@ def measure(folder: Path, rounds: int, told: Callable[[str], object] = print) ->
     lab.check_ceiling(max((point.profile for point in POINTS if not point.memory), key=_rate))
     rows = []
     order = random.Random(0)
-    with tempfile.TemporaryDirectory(prefix="stallbench-sweep-", dir=folder) as place:
-        trainer = make_state("0.27 GB", Path(place) / "trainer")
+    with targets.claim(Target(name=DISK, location=str(folder)), uuid4().hex[:12]) as ours:
+        trainer = make_state("0.27 GB", ours / "trainer")
         for number in range(rounds):
             places: list[Point | str] = [DISK, CHAIN, *POINTS]
             order.shuffle(places)
             for one in places:
-                row = {"round": number, **_described(one), "durable_s": _on(one, trainer, Path(place))}
+                row = {"round": number, **_described(one), "durable_s": _on(one, trainer, ours)}
                 rows.append(row)
                 told(", ".join(f"{name} {value}" for name, value in row.items()))
         return {"size_bytes": size_bytes(flatten(capture(trainer))), "rows": rows}

@@ -103,6 +103,12 @@ def warnings(study: Study) -> Iterator[str]:
             )
         if never_durable(study, target):
             yield f"{target}: its server can't say when bytes are durable; that is unknown, and nothing is compared."
+    for target, reached, stated in trust.shortfalls(study):
+        yield (
+            f"{target} reached {reached / 1e6:,.0f} of the {stated / 1e6:,.0f} MB/s that its profile states, in raw "
+            "writes or reads between the saves: this machine was too busy to emulate it, and its figures are those of "
+            "a slower store. Run it again with nothing else running."
+        )
     for row in study.trials[study.trials.status == "failed"].itertuples():
         again = "its block was run again" if row.superseded else "the same command tries its block again"
         yield f"Trial {row.trial} failed and counts nowhere: {row.reason}; {again}."

@@ -9,8 +9,6 @@ from stallbench.analysis import percent
 from stallbench.present import caption, table_html
 from stallbench.results import BENCH, LAB_CHECK, TORTURE, VALIDATION, Study, read_json
 
-LAB_TOLERANCE = 0.15
-
 
 def validation_html(study: Study) -> str:
     """Write how often the intervals held the truth on synthetic studies, if that was checked for this study."""
@@ -125,8 +123,8 @@ def lab_check_html(study: Study) -> str:
         )
     parts = [
         "<p>The same work on both emulations, beside bytes / rate + positions x time. "
-        f"Goal: within {LAB_TOLERANCE:.0%} of arithmetic, or the chain's own time says why not. The chain: the same "
-        "work on a lab without limits.</p>"
+        f"Goal: within {trust.LAB_TOLERANCE:.0%} of arithmetic, or the chain's own time says why not. The chain: the "
+        "same work on a lab without limits.</p>"
     ]
     for profile, rows in read_json(path).items():
         table = pd.DataFrame(rows)
@@ -140,7 +138,7 @@ def lab_check_html(study: Study) -> str:
                 "lab / arithmetic": ratio.map("{:.2f}".format),
                 "positions": table.positions,
                 "chain": table.chain_s.map("{:.3f} s".format),
-                "within the goal": (abs(ratio - 1) <= LAB_TOLERANCE).map({True: "yes", False: "no"}),
+                "within the goal": (abs(ratio - 1) <= trust.LAB_TOLERANCE).map({True: "yes", False: "no"}),
             }
         )
         parts.append(f"<h4>{html.escape(profile)}</h4>{table_html(shown, index=False)}")

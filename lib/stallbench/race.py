@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pandas as pd
 import psutil
@@ -23,11 +24,11 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
 from transformers.utils import logging
 
-from stallbench import workload
+from stallbench import targets, workload
 from stallbench.checkpointing import commit
 from stallbench.checkpointing.checkpointer import Checkpointer, load
 from stallbench.checkpointing.state import capture, flatten, size_bytes
-from stallbench.config import AS_SHIPPED, ASYNCHRONOUS, METHODS, TrialConfig
+from stallbench.config import AS_SHIPPED, ASYNCHRONOUS, METHODS, Target, TrialConfig
 from stallbench.pagecache import drop_tree, sync_file, sync_tree
 from stallbench.spans import Timeline
 from stallbench.targets import Workspace, describe
@@ -161,8 +162,8 @@ def run(size: str, parent: Path) -> tuple[pd.DataFrame, list[str]]:
     list of str
         The goals, each with what was found.
     """
-    with tempfile.TemporaryDirectory(prefix="stallbench-race-", dir=parent) as folder:
-        race = Race(make_state(size, Path(folder) / "trainer"), Path(folder))
+    with targets.claim(Target(name="race", location=str(parent)), uuid4().hex[:12]) as folder:
+        race = Race(make_state(size, folder / "trainer"), folder)
         try:
             order = random.Random(0)
             for _ in range(ROUNDS[size] + 1):
@@ -206,13 +207,13 @@ def _goal(words: str, found: float, goal: float, at_most: bool = False) -> str:
     return f"{words}: {found:.2f} (goal: at {'most' if at_most else 'least'} {goal:g}): {'met' if met else 'missed'}"
 
 
-def _peak_in_process(size: str, who: str, folder: str) -> float:
+def _peak_in_process(size: str, who: str, folder: Path) -> float:
     """Measure one method's peak memory in a fresh process, which has no other method's buffers."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_peak, size, who, folder).result()
 
 
-def _peak(size: str, who: str, folder: str) -> float:
+def _peak(size: str, who: str, folder: Path) -> float:
     """Give the peak memory of two saves over the state's size: proportional set size, of child processes too."""
     workload.prepare_libraries(allow_download=False)
     parent = Path(tempfile.mkdtemp(dir=folder))

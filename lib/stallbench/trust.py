@@ -2,14 +2,28 @@
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pandas as pd
 from scipy import stats as scipy_stats
 
-from stallbench.analysis import MEASURES, Comparison, Condition, block_means, compare, compared_with, percent
+from stallbench import lab_profile
+from stallbench.analysis import (
+    MEASURES,
+    Comparison,
+    Condition,
+    block_means,
+    compare,
+    compared_with,
+    percent,
+    share_of_limit,
+)
+from stallbench.config import LAB
 from stallbench.results import TRIAL_KEYS, Study
 from stallbench.stats import POWER, paired_ratio
+
+LAB_TOLERANCE = 0.15  # between an emulation and its arithmetic
 
 
 def determinism(study: Study) -> tuple[int, int]:
@@ -91,6 +105,22 @@ class Hidden:
             "differ more from each other than the targets do, so no difference is shown. If there is one of this size, "
             f"--blocks {self.blocks_needed} would show it four times in five; so might a quieter machine."
         )
+
+
+def shortfalls(study: Study) -> Iterator[tuple[str, float, float]]:
+    """Give each lab that fell short in the trials: its name, the bytes per second that it reached, and those stated.
+
+    Reached: the lower of its raw write and raw cold read. What falls short by less than `LAB_TOLERANCE` doesn't count.
+    """
+    limits = share_of_limit(study)
+    for target in study.targets:
+        _, lab, named = study.storage(target)["words"].partition(LAB)
+        if not lab or not study.emulated(target) or lab_profile.parse(named).unlimited:
+            continue
+        stated = lab_profile.parse(named).sustained_bytes_per_s
+        reached = float(limits.loc[target, ["raw_write_bytes_per_s", "raw_read_bytes_per_s"]].min())
+        if reached < (1 - LAB_TOLERANCE) * stated:
+            yield target, reached, stated
 
 
 def hidden_by_noise(study: Study) -> list[Hidden]:

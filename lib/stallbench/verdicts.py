@@ -111,7 +111,9 @@ def _save_time(study: Study, other: str) -> Judgement:
         one = compare(study, measure, other)
         verdicts.append(within(one.ratio.time_saved_low, one.ratio.time_saved_high, CLAIM_LOW, CLAIM_HIGH))
         figures.append(f"{words}: {_less(one)} time")
-    figure = "; ".join(figures) + f". {which_nas.words(study) or storage_for_claim(study, other)}"
+    figure = f"{'; '.join(figures)}."
+    if other == compared_with(study)[-1]:  # it says which store would do, of whatever the others are
+        figure += f" {which_nas.words(study) or storage_for_claim(study, other)}"
     return _on_this_storage(study, other, _agreed(verdicts), figure)
 
 

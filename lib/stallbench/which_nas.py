@@ -41,8 +41,8 @@ class Swept:
 class Answer:
     """The end-to-end rate of the NAS against which the disk saves the claimed time, in bytes per second.
 
-    ``rate`` is NaN where no NAS would: its saves take longer than that however fast it is. ``extrapolated``: faster
-    than every measured one.
+    ``rate`` is NaN where none can be named: by the line a save takes longer than that at any rate. The emulation's own
+    chain is in the line, so that a real NAS may do with less. ``extrapolated``: faster than every measured one.
     """
 
     rate: Interval
@@ -84,7 +84,8 @@ def line(rows: pd.DataFrame, size_bytes: float) -> tuple[float, float]:
     Returns
     -------
     tuple of float
-        ``a`` in seconds: what no NAS shortens; ``b`` without unit: 1 where a save takes what its bytes take.
+        ``a`` in seconds: what no rate shortens, the emulation's own chain included; ``b`` without unit: 1 where a save
+        takes what its bytes take.
 
     Raises
     ------
@@ -140,17 +141,19 @@ def words(study: Study) -> str:
     answer, claimed = rate_for_claim(rows, size_bytes), percent(CLAIMED_TIME_SAVED)
     rates = _without_memory(rows).rate_bytes_per_s / 1e6
     between = f"the {rates.min():,.0f} to {rates.max():,.0f} MB/s that were emulated"
+    chain_s = rows.durable_s[rows.place == "chain"].mean()
+    chain = f"a lab without any limit takes {chain_s:.2f} s itself, so that a real NAS of that rate may be faster"
     if math.isnan(answer.rate.mean):
         a, _ = line(rows, size_bytes)
         found = (
-            f"No rate of an array gives the claimed {claimed} in every round, by a line through {between}: what isn't "
-            f"bytes (the save's own work, positions) takes {a:.2f} s there."
+            f"No array's rate can be named for the claimed {claimed}: by a line through {between}, what no rate "
+            f"shortens (the save's own work, positions, the emulation) takes {a:.2f} s; {chain}."
         )
     else:
         rate = span_text(answer.rate.mean / 1e6, answer.rate.low / 1e6, answer.rate.high / 1e6, "MB/s")
         found = (
             f"This disk takes the claimed {claimed} less time than a NAS of {rate} from end to end, "
-            f"{'beyond' if answer.extrapolated else 'within'} {between}: {which(answer.rate.mean)}."
+            f"{'beyond' if answer.extrapolated else 'within'} {between}: {which(answer.rate.mean)}; {chain}."
         )
     return f"{found} {_nearest(rows)}"
 
