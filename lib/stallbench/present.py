@@ -337,8 +337,8 @@ def nas_html(study: Study) -> str:
     shown = (
         f"By stallbench lab sweep: the Trainer's save of {size_bytes / 1e6:,.0f} MB, then fsync, on emulated NASes "
         f"(labs) and on the disk, in {rows['round'].nunique()} rounds in random order; time saved is paired by round, "
-        "with its 95 % interval. Bound by the emulation: its own chain takes more than half of that time, so a real one "
-        "of these rates may be faster. A network store also loses time to round trips for each file, which a block "
+        "with its 95 % interval. Bound by the emulation: its own chain takes more than half of that time, so a real "
+        "one of these rates may be faster. A network store also loses time to round trips for each file, which a block "
         "device has none of."
     )
     return (
