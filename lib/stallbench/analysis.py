@@ -210,7 +210,8 @@ def share_of_limit(study: Study) -> pd.DataFrame:
         ``share``; NaN where a limit wasn't probed, for example without O_DIRECT.
     """
     rows = {}
-    saves = study.events[~study.events.warmup & (study.events.method == study.methods[0])]
+    events = study.events
+    saves = events[~events.warmup & (events.method == study.methods[0]) & events.durable_s.notna()]
     for target in study.targets:
         raw = _raw_limits(study, target)
         own = saves[(saves.target == target) & (saves.wait == condition(study, "durable"))]
