@@ -40,7 +40,7 @@ class TrialError(RuntimeError):
     """A trial that ran and can't count; the message says why in one line."""
 
 
-def _step_of_trial(method: Callable[..., Any]) -> Callable[..., Any]:
+def step_of_trial(method: Callable[..., Any]) -> Callable[..., Any]:
     """Turn an error inside one of the trial's steps into a recorded failure, and leave nothing on the target."""
 
     @wraps(method)
@@ -80,8 +80,7 @@ class Trial:
             targets.check([self.target], self._needed_bytes() or 0)
             workload.check_memory(config.method, config.model)
         self.out = self._make_out()
-        places = [("model", config.model), ("data", config.dataset), (config.target_name, config.target)]
-        places.append(("staging", config.staging))
+        places = [*config.places, (config.target_name, config.target)]
         paths = [(name, path) for name, path in places if path.startswith(("/", "~", "$", "."))]
         self.redactor = Redactor(paths, config.show_paths)
         owned = self._own_folder()
@@ -112,7 +111,7 @@ class Trial:
     def _needed_bytes(self) -> int | None:
         return workload.planned_bytes(self.config, self.config.method, self.config.wait)
 
-    @_step_of_trial
+    @step_of_trial
     def put_data(self) -> None:
         """Write the tokenised data to the target, then read it back cold: what a fresh iteration waits for."""
         from stallbench.recording import synchronize
@@ -146,7 +145,7 @@ class Trial:
             states["cache_server"] = drop_files([beneath])
         return states
 
-    @_step_of_trial
+    @step_of_trial
     def train(self) -> None:
         """Fine-tune with saves at the interval, one step beyond the last save, and an evaluation.
 
@@ -168,7 +167,7 @@ class Trial:
         self._unbroken = self._fingerprint(trainer)
         self.evaluation = trainer.evaluate()
 
-    @_step_of_trial
+    @step_of_trial
     def restore(self) -> None:
         """Read the last checkpoint back cold into a new model and optimizer, prove it equal, and train on for a step.
 
@@ -212,7 +211,7 @@ class Trial:
                 raise TrialError(f"the restored run's next loss is {losses}, the unbroken run's {self.losses[-1:]}")
         self.checks |= {"restored_equal": parts, "next_step_equal": full, "loss": self.losses[-1]}
 
-    @_step_of_trial
+    @step_of_trial
     def control(self) -> None:
         """Record the same save to memory, and what a save beside it takes from an emulated accelerator's steps."""
         from stallbench.controls import memory_saves, mock_steps
@@ -226,7 +225,7 @@ class Trial:
             mock_steps(trainer, trainer.checkpointer, self.timeline, sum(steps) / len(steps))
         self._close_checkpointer(trainer)
 
-    @_step_of_trial
+    @step_of_trial
     def finish(self) -> Path:
         """Leave the target as it was and write the results; ``trial.json`` comes last and says that the trial counts.
 

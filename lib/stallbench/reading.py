@@ -1,0 +1,294 @@
+"""Reads as training does them: a DataLoader with workers over small files in random order, Arrow and tar shards.
+
+Each read's latency is taken in the worker that did it, on the monotonic clock, into an array that is there before the
+first read. A file that is gone or cut short fails the run with one line.
+"""
+
+import os
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from stallbench import dataset as data
+from stallbench.emulated import Device
+
+# Rows that a worker may record in a second; bare reads from memory reach a third of it.
+ROWS_PER_S = 150_000
+LEAST_ROWS = 20_000
+COLUMNS = ("start_s", "latency_s", "size_bytes", "epoch")
+
+
+class ReadError(RuntimeError):
+    """A sample that can't be read; the message says in one line which, and why."""
+
+
+class Record:
+    """Latencies of reads, one table a worker in shared memory, so that recording one is a few stores.
+
+    Parameters
+    ----------
+    workers
+        Processes that record.
+    seconds
+        How long they record, at most.
+    """
+
+    def __init__(self, workers: int, seconds: float) -> None:
+        rows = int(seconds * ROWS_PER_S) + LEAST_ROWS
+        self._table = torch.zeros((workers, rows, len(COLUMNS)), dtype=torch.float64).share_memory_()
+        self._counts = torch.zeros(workers, dtype=torch.int64).share_memory_()
+        self._rows = rows
+        self._views: tuple[np.ndarray, np.ndarray] | None = None
+
+    def __getstate__(self) -> dict:
+        """Leave the views out, which a worker makes for itself: they would be copied, not shared."""
+        return self.__dict__ | {"_views": None}
+
+    def add(self, worker: int, start_s: float, end_s: float, size_bytes: int, epoch: int) -> None:
+        """Record one read; times are readings of ``time.monotonic()``.
+
+        Raises
+        ------
+        ReadError
+            If there is no room for it: reads that go unrecorded would make the others look rarer.
+        """
+        if self._views is None:
+            self._views = self._table.numpy(), self._counts.numpy()
+        table, counts = self._views
+        row = counts[worker]
+        if row >= self._rows:
+            raise ReadError(f"more than {self._rows} reads in a phase; use a shorter phase_s")
+        table[worker, row] = start_s, end_s - start_s, size_bytes, epoch
+        counts[worker] = row + 1
+
+    def frame(self, until_s: float = np.inf) -> pd.DataFrame:
+        """Give the reads that began before a time, with ``COLUMNS`` and ``worker``, in the order of their begin."""
+        table, counts = self._table.numpy(), self._counts.numpy()
+        parts = [
+            pd.DataFrame(table[worker, :count].copy(), columns=list(COLUMNS)).assign(worker=worker)
+            for worker, count in enumerate(counts)
+        ]
+        frame = pd.concat(parts, ignore_index=True).astype({"size_bytes": "int64", "epoch": "int64"})
+        return frame[frame.start_s < until_s].sort_values("start_s", ignore_index=True)
+
+
+def _worker() -> int:
+    info = get_worker_info()
+    return 0 if info is None else info.id
+
+
+class SmallFiles(Dataset):
+    """The small files as a map-style dataset: an item is the number of bytes that was read.
+
+    Parameters
+    ----------
+    source
+        The dataset on the target.
+    device
+        Charged for each file before it is read, where the target is emulated in-process and the read is to be cold.
+    forget
+        Drop each file from the page cache once it was read, so that a later pass reads its data cold again.
+    """
+
+    def __init__(self, source: data.Dataset, record: Record, device: Device | None, forget: bool) -> None:
+        self._paths, self._sizes = source.paths, source.sizes_bytes
+        self._record, self._device = record, device
+        self._forget = forget and hasattr(os, "posix_fadvise")
+
+    def __getitem__(self, place: tuple[int, int]) -> int:
+        """Read the file of an ``(epoch, index)`` whole.
+
+        Raises
+        ------
+        ReadError
+            If it is gone, can't be read, or holds more or fewer bytes than it should.
+        """
+        epoch, index = place
+        path, size = self._paths[index], int(self._sizes[index])
+        start_s = time.monotonic()
+        try:
+            if self._device is not None:
+                self._device.read(path, size)
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                content = os.read(descriptor, size + 1)
+                end_s = time.monotonic()
+                if self._forget:
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise ReadError(f"{data.name_of(index)} of the dataset can't be read: {error.strerror}") from None
+        if len(content) != size:
+            raise ReadError(f"{data.name_of(index)} of the dataset has {len(content)} bytes instead of {size}")
+        self._record.add(_worker(), start_s, end_s, size, epoch)
+        return size
+
+
+class _Shards(IterableDataset):
+    """Shards, shared out among the workers; a sample is the number of its bytes."""
+
+    def __init__(self, shards: Sequence[Path], expected: int, record: Record, device: Device | None) -> None:
+        self._shards, self._record, self._device = list(shards), record, device
+        self._expected = expected
+
+    def __iter__(self) -> Iterator[int]:
+        """Read this worker's shards in order; the first sample of a shard carries the time of opening it."""
+        info = get_worker_info()
+        own = self._shards[info.id :: info.num_workers] if info else self._shards
+        for shard in own:
+            start_s = time.monotonic()
+            try:
+                if self._device is not None:
+                    self._device.read(str(shard), shard.stat().st_size)
+                for size in self._samples(shard):
+                    end_s = time.monotonic()
+                    self._record.add(_worker(), start_s, end_s, size, 0)
+                    start_s = end_s
+                    yield size
+            except (OSError, tarfile.TarError, ValueError) as error:  # pyarrow's errors of a cut file are ValueErrors
+                words = getattr(error, "strerror", None) or str(error).splitlines()[0]
+                raise ReadError(f"shard {shard.name} can't be read: {words}") from None
+
+    def _samples(self, shard: Path) -> Iterator[int]:
+        raise NotImplementedError
+
+
+class ArrowShards(_Shards):
+    """Arrow shards by ``datasets``, memory-mapped."""
+
+    def _samples(self, shard: Path) -> Iterator[int]:
+        import datasets
+
+        for row in datasets.Dataset.from_file(str(shard)):
+            yield len(row["text"])
+
+
+class TarShards(_Shards):
+    """Tar shards, streamed by ``tarfile``."""
+
+    def _samples(self, shard: Path) -> Iterator[int]:
+        with tarfile.open(shard, "r|") as tar:
+            for member in tar:
+                yield len(tar.extractfile(member).read())
+
+
+class Order:
+    """Batches of ``(epoch, index)`` in random order, pass after pass without end; a sampler of batches."""
+
+    def __init__(self, files: int, batch: int, seed: int) -> None:
+        self._files, self._batch, self._seed = files, batch, seed
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        """Give the batches, the same for the same seed."""
+        draw, epoch = np.random.default_rng(self._seed), 0
+        while True:
+            order = draw.permutation(self._files)
+            for first in range(0, self._files, self._batch):
+                yield [(epoch, int(index)) for index in order[first : first + self._batch]]
+            epoch += 1
+
+
+class Pass(NamedTuple):
+    """A stretch of reads: when it began and ended (monotonic seconds), its samples and bytes, and every read."""
+
+    start_s: float
+    end_s: float
+    samples: int
+    size_bytes: int
+    reads: pd.DataFrame
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How a dataset is read; ``device`` is the emulated one in front of it, if there is one."""
+
+    source: data.Dataset
+    workers: int
+    batch: int
+    seed: int
+    device: Device | None
+
+    def small(self, seconds: float, cold: bool) -> "Stream":
+        """Open the small files: workers start now, and read from the first batch on that is asked for."""
+        record = Record(self.workers, seconds)
+        files = SmallFiles(self.source, record, self.device if cold else None, forget=cold)
+        order = Order(len(self.source.sizes_bytes), self.batch, self.seed)
+        return Stream(DataLoader(files, batch_sampler=order, num_workers=self.workers, collate_fn=list), record)
+
+    def shards(self, kind: str) -> Pass:
+        """Read all shards once, ``arrow`` or ``tar``.
+
+        Raises
+        ------
+        ReadError
+            If one can't be read, or samples are missing.
+        """
+        expected = len(self.source.sizes_bytes)
+        record = Record(self.workers, expected / ROWS_PER_S)
+        shards, kinds = {"arrow": self.source.arrow, "tar": self.source.tar}[kind], {"arrow": ArrowShards, "tar": TarShards}
+        loader = DataLoader(
+            kinds[kind](shards, expected, record, self.device),
+            batch_size=self.batch, num_workers=min(self.workers, max(1, len(shards))), collate_fn=list,
+        )  # fmt: skip
+        with Stream(loader, record) as stream:
+            start_s, samples = time.monotonic(), 0
+            for batch in stream:
+                samples += len(batch)
+            end_s = time.monotonic()
+        if samples != expected:
+            raise ReadError(f"the {kind} shards hold {samples} samples instead of {expected}")
+        reads = record.frame()
+        return Pass(start_s, end_s, samples, int(reads.size_bytes.sum()), reads)
+
+
+class Stream:
+    """Batches of one DataLoader, whose workers run as long as it is open."""
+
+    def __init__(self, loader: DataLoader, record: Record) -> None:
+        self._loader, self.record = loader, record
+        self._iterator = None
+
+    def __enter__(self) -> "Stream":
+        """Start the workers, which begin to read."""
+        self._iterator = iter(self._loader)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the workers; they finish the batch that they are at."""
+        self._iterator = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Give the batches: the bytes of each sample.
+
+        Raises
+        ------
+        ReadError
+            With the one line of the worker that failed.
+        """
+        while True:
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                return
+            except ReadError as error:  # torch hands a worker's error on as the text of its traceback
+                raise ReadError(str(error).strip().splitlines()[-1].partition("ReadError: ")[2]) from None
+            yield batch
+
+    def read_until(self, until_s: float) -> Pass:
+        """Take batches until a time of the monotonic clock, as fast as they come."""
+        start_s = time.monotonic()
+        for _ in self:
+            if time.monotonic() >= until_s:
+                break
+        end_s = time.monotonic()
+        reads = self.record.frame(end_s)
+        return Pass(start_s, end_s, len(reads), int(reads.size_bytes.sum()), reads)
