@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from stallbench import dataset, emulated, lab, lab_profile, preflight, targets, workload
 from stallbench.config import EMULATED, ConfigError, StudyConfig, Target
-from stallbench.load_config import LoadStudyConfig
+from stallbench.load_config import AnyStudy, LoadStudyConfig
 
 # For the first guess of a study's length only; progress corrects it. Read off a 2-core machine.
 _KERNEL_START_S, _STEP_S, _DIRECTORY_BYTES_PER_S, _RESTORE_AND_CHECKS_S = 7.0, 0.15, 3e8, 5.0
@@ -36,7 +36,7 @@ class Needs:
     warnings: list[str]
 
 
-def preview(config: StudyConfig | LoadStudyConfig) -> Preview:
+def preview(config: AnyStudy) -> Preview:
     """Check the targets and say what will run.
 
     Raises

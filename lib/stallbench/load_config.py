@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from stallbench.config import Method, Request, StudyPlan, TrialPlace, Wait, absolute
+from stallbench.config import Method, Request, StudyConfig, StudyPlan, TrialPlace, Wait, absolute
 
 # Saves that training waits for, by a method whose whole state can be written from a plain loop.
 LOAD_METHODS = ("torch", "safetensors", "dcp", "fast")
@@ -112,10 +112,12 @@ class LoadStudyConfig(Load, StudyPlan):
         return [("model", self.model)]
 
 
+AnyStudy = StudyConfig | LoadStudyConfig
+
 # Wall time of two targets on 2 cores, the emulated NAS being one: quick about 4 minutes, default about 10.
 LOAD_PROFILES: dict[str, dict[str, Any]] = {
     "quick": {
-        "blocks": 2, "files": 800, "phase_s": 3, "accelerator_s": 1, "neighbours": 2, "neighbour_s": 3, "iterations": 1,
+        "blocks": 2, "files": 800, "phase_s": 2, "accelerator_s": 1, "neighbours": 2, "neighbour_s": 2, "iterations": 1,
     },
     "default": {"blocks": 3, "files": 4000, "phase_s": 5, "accelerator_s": 2, "neighbour_s": 4},
     "full": {"blocks": 8, "phase_s": 20, "accelerator_s": 6, "neighbour_s": 20},

@@ -2,8 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from stallbench import workload
 from stallbench.checkpointing import commit
 from stallbench.checkpointing.checkpointer import Checkpointer, Guard, load
-from stallbench.checkpointing.state import random_state
+from stallbench.checkpointing.state import flatten, random_state, size_bytes
 from stallbench.emulated import wait_until
 from stallbench.load_config import LoadTrialConfig
 from stallbench.spans import Span, Timeline
@@ -22,9 +21,6 @@ CLASSES = len(workload.DOCSTRING_MODULES)
 LOG_LINE = b'{"step": 12345, "loss": 1.2345678, "learning_rate": 4.9e-05, "grad_norm": 1.2345678, "epoch": 1.23}\n'
 KEEP = 2  # checkpoints that stay on the target
 LEAST_SAVES = 2  # of a phase, also where one takes longer than the phase
-
-# Opens one part of an iteration's time, by name.
-Part = Callable[[str], AbstractContextManager[Any]]
 
 
 class Session:
@@ -46,22 +42,24 @@ class Session:
         self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
         self.model = workload.load_model(config, CLASSES).to(self._device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-5)
-        self.rows = self.tokenize(workload.docstrings()["text"][: config.batch_size * config.iteration_steps])
+        self.take(workload.docstrings()["text"])
         self.step(0)  # AdamW's moments are there after its first step
 
-    def tokenize(self, texts: list[str]) -> dict[str, torch.Tensor]:
-        """Turn texts into rows of shape (texts, max_tokens)."""
+    def take(self, texts: Sequence[str]) -> None:
+        """Tokenise as many texts as an iteration trains on; ``step`` takes them in turn."""
+        config = self._config
         rows = self._tokenizer(
-            texts, truncation=True, max_length=self._config.max_tokens, padding="max_length", return_tensors="pt"
-        )
-        return {name: rows[name].to(self._device) for name in ("input_ids", "attention_mask")}
+            list(texts[: config.batch_size * config.iteration_steps]),
+            truncation=True, max_length=config.max_tokens, padding="max_length", return_tensors="pt",
+        )  # fmt: skip
+        self._rows = {name: rows[name].to(self._device) for name in ("input_ids", "attention_mask")}
 
     def _batch(self, number: int) -> dict[str, torch.Tensor]:
-        first = number * self._config.batch_size % len(self.rows["input_ids"])
-        return {name: rows[first : first + self._config.batch_size] for name, rows in self.rows.items()}
+        first = number * self._config.batch_size % len(self._rows["input_ids"])
+        return {name: rows[first : first + self._config.batch_size] for name, rows in self._rows.items()}
 
     def step(self, number: int) -> float:
-        """Train on one batch of ``rows``; gives the loss."""
+        """Train on one batch; gives the loss."""
         batch = self._batch(number)
         labels = torch.arange(len(batch["input_ids"]), device=self._device) % CLASSES
         loss = self.model(**batch, labels=labels).loss
@@ -84,6 +82,11 @@ class Session:
             "random": [random_state()],
         }
 
+    @property
+    def save_bytes(self) -> int:
+        """Bytes of the tensors of a checkpoint."""
+        return size_bytes(flatten(self.state()))
+
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's state."""
         self.model.load_state_dict(state["model"])
@@ -94,7 +97,13 @@ class Saver:
     """Saves of a session's state to the target, each until durable, by one of the study's methods."""
 
     def __init__(
-        self, session: Session, config: LoadTrialConfig, workspace: Workspace, timeline: Timeline, local: Path, guard: Guard
+        self,
+        session: Session,
+        config: LoadTrialConfig,
+        workspace: Workspace,
+        timeline: Timeline,
+        local: Path,
+        guard: Guard,
     ) -> None:
         self._session, self._timeline, self._pause_s = session, timeline, config.save_pause_s
         self.folder = workspace.folder / "checkpoints"

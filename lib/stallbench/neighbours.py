@@ -188,7 +188,7 @@ class _Running:
             starts_s.append(begin_s)
             waits_s.append(time.monotonic() - begin_s)
             batch = self._next_batch()
-            emulated.wait_until(time.monotonic() + one.step_s)
+            emulated.wait_for(one.step_s)
             if save_s is None and time.monotonic() >= start_s + one.seconds / 2:
                 save_begin_s = time.monotonic()
                 self._save()

@@ -7,7 +7,7 @@ first read. A file that is gone or cut short fails the run with one line.
 import os
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -103,6 +103,10 @@ class SmallFiles(Dataset):
         self._record, self._device = record, device
         self._forget = forget and hasattr(os, "posix_fadvise")
 
+    def __len__(self) -> int:
+        """Give the number of files."""
+        return len(self._paths)
+
     def __getitem__(self, place: tuple[int, int]) -> int:
         """Read the file of an ``(epoch, index)`` whole.
 
@@ -136,9 +140,8 @@ class SmallFiles(Dataset):
 class _Shards(IterableDataset):
     """Shards, shared out among the workers; a sample is the number of its bytes."""
 
-    def __init__(self, shards: Sequence[Path], expected: int, record: Record, device: Device | None) -> None:
+    def __init__(self, shards: Sequence[Path], record: Record, device: Device | None) -> None:
         self._shards, self._record, self._device = list(shards), record, device
-        self._expected = expected
 
     def __iter__(self) -> Iterator[int]:
         """Read this worker's shards in order; the first sample of a shard carries the time of opening it."""
@@ -217,12 +220,12 @@ class Reader:
     seed: int
     device: Device | None
 
-    def small(self, seconds: float, cold: bool) -> "Stream":
-        """Open the small files: workers start now, and read from the first batch on that is asked for."""
+    def small(self, seconds: float, cold: bool, files: int | None = None) -> "Stream":
+        """Open the small files, or the first ``files`` of them, in random order, for about so many seconds."""
         record = Record(self.workers, seconds)
-        files = SmallFiles(self.source, record, self.device if cold else None, forget=cold)
-        order = Order(len(self.source.sizes_bytes), self.batch, self.seed)
-        return Stream(DataLoader(files, batch_sampler=order, num_workers=self.workers, collate_fn=list), record)
+        samples = SmallFiles(self.source, record, self.device if cold else None, forget=cold)
+        order = Order(min(files or len(samples), len(samples)), self.batch, self.seed)
+        return Stream(DataLoader(samples, batch_sampler=order, num_workers=self.workers, collate_fn=list), record)
 
     def shards(self, kind: str) -> Pass:
         """Read all shards once, ``arrow`` or ``tar``.
@@ -234,15 +237,14 @@ class Reader:
         """
         expected = len(self.source.sizes_bytes)
         record = Record(self.workers, expected / ROWS_PER_S)
-        shards, kinds = {"arrow": self.source.arrow, "tar": self.source.tar}[kind], {"arrow": ArrowShards, "tar": TarShards}
-        loader = DataLoader(
-            kinds[kind](shards, expected, record, self.device),
-            batch_size=self.batch, num_workers=min(self.workers, max(1, len(shards))), collate_fn=list,
-        )  # fmt: skip
+        if kind == "arrow":
+            shards: _Shards = ArrowShards(self.source.arrow, record, self.device)
+        else:
+            shards = TarShards(self.source.tar, record, self.device)
+        loader = DataLoader(shards, batch_size=self.batch, num_workers=self.workers, collate_fn=list)
         with Stream(loader, record) as stream:
-            start_s, samples = time.monotonic(), 0
-            for batch in stream:
-                samples += len(batch)
+            start_s = time.monotonic()
+            samples = sum(len(batch) for batch in stream)
             end_s = time.monotonic()
         if samples != expected:
             raise ReadError(f"the {kind} shards hold {samples} samples instead of {expected}")
@@ -283,11 +285,11 @@ class Stream:
                 raise ReadError(str(error).strip().splitlines()[-1].partition("ReadError: ")[2]) from None
             yield batch
 
-    def read_until(self, until_s: float) -> Pass:
-        """Take batches until a time of the monotonic clock, as fast as they come."""
+    def read_while(self, go_on: Callable[[], bool]) -> Pass:
+        """Take batches as fast as they come for as long as ``go_on`` says."""
         start_s = time.monotonic()
         for _ in self:
-            if time.monotonic() >= until_s:
+            if not go_on():
                 break
         end_s = time.monotonic()
         reads = self.record.frame(end_s)

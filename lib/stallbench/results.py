@@ -23,7 +23,7 @@ METHOD_VERSION = 2
 
 STUDY, ENVIRONMENT = "study.json", "environment.json"
 VALIDATION, BENCH, TORTURE = "validation.json", "bench.json", "torture.json"
-TRIAL, FAILURE, SPANS = "trial.json", "failure.json", "spans.parquet"
+TRIAL, FAILURE, SPANS, LOAD = "trial.json", "failure.json", "spans.parquet", "load.parquet"
 # What tells a trial from the others.
 TRIAL_KEYS = ("trial", "target", "method", "wait", "block")
 
@@ -260,8 +260,9 @@ def status_of(path: Path) -> tuple[str, str]:
     """Say how a trial ended, ``complete``, ``failed`` or ``interrupted``, and why it isn't complete."""
     try:
         if (path / TRIAL).exists():
-            read_json(path / TRIAL)
-            return ("complete", "") if (path / SPANS).exists() else ("failed", f"its {SPANS} is gone")
+            tables = read_json(path / TRIAL).get("tables", [SPANS])
+            gone = [name for name in tables if not (path / name).exists()]
+            return ("failed", f"its {gone[0]} is gone") if gone else ("complete", "")
         if (path / FAILURE).exists():
             failure = read_json(path / FAILURE)
             return ("interrupted" if failure["interrupted"] else "failed"), failure["reason"]

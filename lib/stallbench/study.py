@@ -20,10 +20,10 @@ from uuid import uuid4
 import numpy as np
 
 from stallbench import lab, lab_profile, preflight, targets
-from stallbench.config import NOTEBOOKS, ConfigError, Method, StudyConfig, Target, Wait
+from stallbench.config import NOTEBOOKS, ConfigError, Method, Target, Wait
 from stallbench.environment import capture
 from stallbench.execute import execute_notebook, kernel_environment
-from stallbench.load_config import LoadStudyConfig
+from stallbench.load_config import AnyStudy
 from stallbench.privacy import Redactor
 from stallbench.results import (
     ENVIRONMENT,
@@ -40,8 +40,6 @@ from stallbench.results import (
 
 # The model's and the data's names may be paths, redacted by where one stands; their fingerprint is compared.
 _NOT_COMPARED = {"created_utc", "command", "model", "dataset"}
-
-AnyStudy = StudyConfig | LoadStudyConfig
 
 
 @dataclass(frozen=True)

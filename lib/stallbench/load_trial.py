@@ -1,0 +1,337 @@
+"""One load trial on one target: reads, saves and a log, alone and together; accelerators; neighbours; reloads."""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from stallbench import dataset, emulated, neighbours, targets, workload
+from stallbench.accelerators import ACCELERATORS
+from stallbench.load_config import LoadTrialConfig
+from stallbench.load_work import KEEP, Saver, Session, log_until
+from stallbench.probe import raw_limits
+from stallbench.reading import Reader
+from stallbench.results import LOAD, METHOD_VERSION, SCHEMA_VERSION, SPANS, TRIAL, write_json
+from stallbench.spans import Span, Timeline
+from stallbench.targets import Workspace
+from stallbench.trial import COLD_READ_SLACK, Trial, TrialError, step_of_trial
+
+PHASES = ("cold reads", "warm reads", "arrow", "tar", "saves", "log", "together")
+STEPS = ("put_data", "load", "accelerate", "neighbours", "reload")
+REAL_MODEL = "the real model here"
+WARM_FILES = 500  # read again and again, so that they stay warm
+MEMORY = "memory"  # the control of neighbours
+
+
+class LoadTrial(Trial):
+    """One load trial, step by step: ``put_data``, ``load``, ``accelerate``, ``neighbours``, ``reload``, ``finish``.
+
+    Parameters
+    ----------
+    config
+        What to run, as for ``Trial``.
+
+    Raises
+    ------
+    ConfigError
+        If the target can't serve.
+    """
+
+    config: LoadTrialConfig
+
+    def __init__(self, config: LoadTrialConfig) -> None:
+        super().__init__(config)
+        self._rows: list[pd.DataFrame] = []
+        self._origin_s = 0.0
+        self._done: list[str] = []
+
+    def _needed_bytes(self) -> int:
+        one_bytes = workload.checkpoint_bytes(self.config.model, self.config.method) or 0
+        return dataset.needed_bytes(self.config) + max(KEEP + 1, *self.config.counts, 0) * one_bytes
+
+    @step_of_trial
+    def put_data(self) -> None:
+        """Make the dataset on the target, or recognise an earlier block's; probe the raw limits; make a first save."""
+        self.timeline = Timeline()
+        self._origin_s = time.monotonic() - self.timeline.now_s()
+        self.dataset = dataset.open_dataset(self.config, self.workspace, self.timeline)
+        raw_limits(self.workspace, self.timeline)
+        self._session = Session(self.config)
+        self._saver = Saver(
+            self._session, self.config, self.workspace, self.timeline, self._scratch / "local", self._guard
+        )
+        self._closing.callback(self._saver.close)
+        for _ in range(KEEP + 1):  # up to the first deletion saves touch fresh memory
+            self._saver.save(warmup=True)
+        self._done.append("put_data")
+
+    def _reader(self, batch: int) -> Reader:
+        return Reader(self.dataset, self.config.workers, batch, self.config.seed, self.workspace.device)
+
+    @step_of_trial
+    def load(self) -> None:
+        """Run the phases in an order that the seed draws: each kind of load alone, and all together."""
+        runs: dict[str, Callable[[str], None]] = {
+            "cold reads": lambda name: self._reads(name, cold=True),
+            "warm reads": lambda name: self._reads(name, cold=False),
+            "arrow": self._shards,
+            "tar": self._shards,
+            "saves": lambda name: self._together(name, ("save",)),
+            "log": lambda name: self._together(name, ("log",)),
+            "together": lambda name: self._together(name, ("read", "save", "log")),
+        }
+        for index in np.random.default_rng(self.config.seed).permutation(len(PHASES)):
+            self.workspace.require_present()
+            runs[PHASES[index]](PHASES[index])
+        self._done.append("load")
+
+    @contextmanager
+    def _phase(self, name: str, caches: dict[str, str]) -> Iterator[Span]:
+        with self.timeline.span("phase", part=name, **caches) as span:
+            yield span
+
+    def _reads(self, name: str, cold: bool) -> None:
+        caches = {"cache_data": "warm", "cache_metadata": "warm", "cache_server": "warm"}
+        if cold:
+            caches = self._drop(self.dataset.small)
+        else:
+            for path in self.dataset.paths[:WARM_FILES]:
+                Path(path).read_bytes()
+        reader = self._reader(self.config.read_batch)
+        files = None if cold else WARM_FILES
+        with self._phase(name, caches) as span, reader.small(self.config.phase_s, cold, files) as stream:
+            until_s = time.monotonic() + self.config.phase_s
+            found = stream.read_while(lambda: time.monotonic() < until_s)
+        span.files, span.size_bytes = found.samples, found.size_bytes
+        self._keep(name, "read", found.reads)
+
+    def _shards(self, name: str) -> None:
+        caches = self._drop(self.dataset.folder / name)
+        with self._phase(name, caches) as span:
+            found = self._reader(self.config.read_batch).shards(name)
+        # From the first request to the last sample: the workers' start is no storage's time.
+        span.start_s, span.end_s = (self.timeline.at(when_s) for when_s in (found.start_s, found.end_s))
+        shards = {"arrow": self.dataset.arrow, "tar": self.dataset.tar}[name]
+        span.files, span.size_bytes = found.samples, sum(path.stat().st_size for path in shards)
+        self._keep(name, "read", found.reads)
+        self._check_sequential(name, span)
+
+    def _check_sequential(self, name: str, span: Span) -> None:
+        """Fail on a cold read that is faster than the raw limit: it wasn't cold."""
+        raw = [one.size_bytes / one.duration_s for one in self.timeline.spans if one.kind == "raw_read"]
+        rate = span.size_bytes / span.duration_s
+        if raw and span.cache_data == "cold" and rate > COLD_READ_SLACK * raw[0]:
+            raise TrialError(
+                f"the cold read of the {name} shards ran at {rate / 1e6:,.0f} MB/s, above the raw limit of "
+                f"{raw[0] / 1e6:,.0f} MB/s: some cache below was warm, so the figure would be wrong"
+            )
+
+    def _together(self, name: str, kinds: tuple[str, ...]) -> None:
+        """Put some kinds of load on the target at once, for a phase's time and until two saves are done."""
+        caches = self._drop(self.dataset.small) if "read" in kinds else {}
+        reader, seconds = self._reader(self.config.read_batch), self.config.phase_s
+        with self._phase(name, caches), ThreadPoolExecutor(2, thread_name_prefix="load") as threads:
+            with reader.small(seconds, cold=True, files=None) if "read" in kinds else nullcontext() as stream:
+                until_s = time.monotonic() + seconds
+                saves = threads.submit(self._saver.save_until, until_s) if "save" in kinds else None
+
+                def go_on() -> bool:
+                    return time.monotonic() < until_s or (saves is not None and not saves.done())
+
+                log = (
+                    threads.submit(log_until, self.workspace, self.config.log_every_s, go_on)
+                    if "log" in kinds
+                    else None
+                )
+                if stream is not None:
+                    self._keep(name, "read", stream.read_while(go_on).reads)
+            if saves is not None:
+                self._keep(name, "save", self._of_saves(saves.result()))
+            if log is not None:
+                self._keep(name, "log", pd.DataFrame(log.result(), columns=["start_s", "latency_s"]))
+
+    def _of_saves(self, saves: list[Span]) -> pd.DataFrame:
+        rows = [(self._origin_s + span.start_s, span.duration_s, span.size_bytes) for span in saves]
+        return pd.DataFrame(rows, columns=["start_s", "latency_s", "size_bytes"])
+
+    def _keep(self, phase: str, kind: str, rows: pd.DataFrame, worker: int | None = None) -> None:
+        """Keep events, whose ``start_s`` is monotonic, on the trial's own clock."""
+        kept = pd.DataFrame({"size_bytes": 0, "worker": 0, "epoch": 0} | {name: rows[name] for name in rows})
+        kept = kept.assign(phase=phase, kind=kind, start_s=kept.start_s - self._origin_s)
+        self._rows.append(kept if worker is None else kept.assign(worker=worker))
+
+    @step_of_trial
+    def accelerate(self) -> None:
+        """Feed emulated accelerators, and the real model, from cold small files, and record what each waits for."""
+        for one in ACCELERATORS:
+            self._feed(one.name, one.batch, lambda number, step_s=one.step_s: emulated.wait_for(step_s))
+        self._feed(REAL_MODEL, self.config.batch_size, self._session.step)
+        self._done.append("accelerate")
+
+    def _feed(self, name: str, batch: int, step: Callable[[int], Any]) -> None:
+        """Take batches and compute, from the second batch on until the time is over; the first one fills the pipe."""
+        caches = self._drop(self.dataset.small)
+        rows: list[tuple[float, float, float, int]] = []
+        with self._phase(name, caches) as span, self._reader(batch).small(self.config.accelerator_s, True) as stream:
+            batches = iter(stream)
+            next(batches)
+            step(0)  # the workers' fork left memory to be copied at its first write, which no later step pays for
+            until_s = time.monotonic() + self.config.accelerator_s
+            while not rows or time.monotonic() < until_s:
+                step_start_s = time.monotonic()
+                step(len(rows))
+                wait_start_s = time.monotonic()
+                size_bytes = sum(next(batches))
+                rows.append((step_start_s, wait_start_s, time.monotonic(), size_bytes))
+        span.files = batch * len(rows)
+        times = np.array(rows)
+        for kind, first in (("compute", 0), ("wait", 1)):
+            latency_s = times[:, first + 1] - times[:, first]
+            values = {"start_s": times[:, first], "latency_s": latency_s, "size_bytes": times[:, 3].astype(int)}
+            self._keep(name, kind, pd.DataFrame(values))
+
+    @step_of_trial
+    def neighbours(self) -> None:
+        """Run 1, 2, 4 experiments at once on the target, and the most of them on memory, as the control."""
+        self.checks["neighbours"] = []
+        for count in self.config.counts:
+            self._drop(self.dataset.small)
+            with tempfile.TemporaryDirectory(prefix="stallbench-", dir=self.workspace.folder) as folder:
+                self._beside(f"{count} at once", count, Path(folder), self.dataset.paths, self.workspace)
+        if self.config.counts:
+            self._memory_control()
+        self._done.append("neighbours")
+
+    def _memory_control(self) -> None:
+        """Run the same experiments on a memory file system: what they take from each other is the processor's."""
+        parent, memory = emulated.default_folder()
+        count = self.config.counts[-1]
+        save_bytes = workload.checkpoint_bytes(self.config.model, self.config.method) or 0
+        needed_bytes = count * save_bytes + dataset.needed_bytes(self.config)
+        if not memory or shutil.disk_usage(parent).free < 2 * needed_bytes:
+            return
+        for of in dict.fromkeys((1, count)):
+            with tempfile.TemporaryDirectory(prefix="stallbench-", dir=parent) as folder:
+                paths = self.dataset.paths
+                if self.workspace.device is None:  # an emulated device's bytes lie in memory already
+                    shutil.copytree(self.dataset.small, Path(folder) / "small")
+                    paths = [path.replace(str(self.dataset.small), f"{folder}/small", 1) for path in paths]
+                self._beside(f"{of} at once, {MEMORY}", of, Path(folder), paths, None)
+
+    def _beside(self, name: str, count: int, folder: Path, paths: list[str], workspace: Workspace | None) -> None:
+        device = workspace.device if workspace else None
+        meeting = Path(tempfile.mkdtemp(dir=self._scratch))
+        experiments = []
+        for number in range(count):
+            own = folder / f"experiment-{number}"
+            own.mkdir()
+            experiments.append(
+                neighbours.Experiment(
+                    number, str(meeting), str(own), self.config.neighbour_step_s, self.config.neighbour_batch,
+                    self.config.neighbour_s, self._session.save_bytes, self.config.seed * 1000 + number,
+                    device.profile.model_dump() if device else None, str(device.state_path) if device else "",
+                )
+            )  # fmt: skip
+        with self._phase(name, {}):
+            outcomes = neighbours.run(experiments, paths, self.config.save_limit_s)
+        lost = [one.lost for one in outcomes if one.lost]
+        if len(lost) == count:
+            raise TrialError(f"all of {count} experiments at once failed: {lost[0]}")
+        for one in outcomes:
+            summary = {"phase": name, "experiments": count, "experiment": one.number, "lost": one.lost}
+            summary |= {"samples": one.samples, "seconds": one.end_s - one.start_s}
+            self.checks["neighbours"].append(self.redactor.tree(summary))
+            if not one.lost:
+                waits = pd.DataFrame({"start_s": one.starts_s, "latency_s": one.waits_s})
+                self._keep(name, "wait", waits, one.number)
+                save = {"start_s": [one.save_start_s], "latency_s": [one.save_end_s - one.save_start_s]}
+                self._keep(name, "save", pd.DataFrame(save), one.number)
+
+    @step_of_trial
+    def reload(self) -> None:
+        """Go round the loop: reload the data cold, tokenise, train, evaluate, save, restore.
+
+        Raises
+        ------
+        TrialError
+            If a restored state differs from the saved one.
+        """
+        from stallbench.training import digest
+
+        for number in range(self.config.iterations):
+            part = self._iteration(number)
+            caches = self._drop(self.dataset.folder / "arrow")
+            with part("reload", **caches):
+                self.workspace.charge_read(self.dataset.arrow)
+                texts = workload.reload_texts(self.dataset.arrow)
+            with part("process"):
+                self._session.take(texts)
+            with part("train"):
+                losses = [self._session.step(step) for step in range(self.config.iteration_steps)]
+            with part("evaluate"):
+                self._session.evaluate()
+            with part("save"):
+                self._saver.save()
+            saved = digest(self._session.state())
+            self._session.step(0)  # so that only a restore can bring the saved state back
+            caches = self._drop(self._saver.newest)
+            with part("restore", **caches):
+                self.workspace.charge_read(list(self._saver.newest.iterdir()))
+                self._saver.restore()
+            if digest(self._session.state()) != saved:
+                raise TrialError("the restored state differs from the saved one")
+            self.checks["loss"] = losses[-1]
+        self._done.append("reload")
+
+    def _iteration(self, number: int) -> Callable[..., Any]:
+        return lambda part, **caches: self.timeline.span("iteration", part=part, step=number, **caches)
+
+    @step_of_trial
+    def finish(self) -> Path:
+        """Leave the target as it was, but for the dataset, and write the results; ``trial.json`` comes last.
+
+        Returns
+        -------
+        pathlib.Path
+            The folder of the results.
+        """
+        missing = [step for step in STEPS if step not in self._done]
+        if missing:
+            raise TrialError(f"there is nothing to write: run {', '.join(missing)} first")
+        self._closing.close()
+        self.table.to_parquet(self.out / LOAD, index=False)
+        self.timeline.frame().to_parquet(self.out / SPANS, index=False)
+        write_json(self.out / TRIAL, self._summary())
+        return self.out
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """All events: ``phase``, ``kind``, ``start_s``, ``latency_s``, ``size_bytes``, ``worker``, ``epoch``."""
+        columns = ["phase", "kind", "start_s", "latency_s", "size_bytes", "worker", "epoch"]
+        return pd.concat(self._rows, ignore_index=True)[columns]
+
+    def _summary(self) -> dict[str, Any]:
+        hidden = set() if self.config.show_paths else {"target", "out", "model"}
+        accelerators = [one._asdict() for one in ACCELERATORS]
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "method_version": METHOD_VERSION,
+            "trial": self.id,
+            "tables": [LOAD, SPANS],
+            "config": self.redactor.tree(self.config.model_dump(exclude=hidden)),
+            "storage": self.redactor.tree(targets.storage_of(self.target)),
+            "began_utc": self._began_utc.isoformat(timespec="seconds"),
+            "wall_s": time.monotonic() - self._began_s,
+            "memory_free_bytes": self._memory_free_bytes,
+            "autosave_off": bool(self.config.claim_id),
+            "save_bytes": self._session.save_bytes,
+            "accelerators": accelerators,
+            "checks": self.checks,
+        }
