@@ -215,19 +215,15 @@ def _relative(path: Path) -> str:
 
 
 def _render(console: Console, folder: Path) -> None:
-    from stallbench.report import ReportError, render
+    from stallbench.report import ReportError, render, told
     from stallbench.results import load_study
 
     try:
         page = render(folder)
     except (ConfigError, ReportError) as error:
         raise _refuse(error) from None
-    from stallbench.verdicts import headline, summary_lines
-
-    study = load_study(folder)
-    for line in summary_lines(study):
+    for line in told(load_study(folder)):
         console.print(line, markup=False)
-    console.print(headline(study), markup=False)
     console.print(f"Report: {_relative(page)}", markup=False)
 
 

@@ -7,31 +7,45 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 import pandas as pd
 
 from stallbench import dataset, emulated, neighbours, targets, workload
 from stallbench.accelerators import ACCELERATORS
+from stallbench.config import Target
 from stallbench.load_config import LoadTrialConfig
 from stallbench.load_work import KEEP, Saver, Session, log_until
 from stallbench.probe import raw_limits
 from stallbench.reading import Reader
 from stallbench.results import LOAD, METHOD_VERSION, SCHEMA_VERSION, SPANS, TRIAL, write_json
 from stallbench.spans import Span, Timeline
-from stallbench.targets import Workspace
+from stallbench.targets import Storage, Workspace
 from stallbench.trial import COLD_READ_SLACK, Trial, TrialError, step_of_trial
 
-PHASES = ("cold reads", "warm reads", "arrow", "tar", "saves", "log", "together")
-STEPS = ("put_data", "load", "accelerate", "neighbours", "reload")
+# Phases that put kinds of load on a place.
+KINDS = {"cold reads": ("read",), "saves": ("save",), "log": ("log",), "together": ("read", "save", "log")}
+PHASES = (*KINDS, "warm reads", "arrow", "tar")
+STEPS = ("put_data", "load", "accelerate", "neighbours", "control", "reload")
 REAL_MODEL = "the real model here"
+WARM = dict.fromkeys(("cache_data", "cache_metadata", "cache_server"), "warm")
+KEPT_READS = 20_000  # of a phase that reads from memory, some hundred thousand a second
 WARM_FILES = 500  # read again and again, so that they stay warm
-MEMORY = "memory"  # the control of neighbours
+MEMORY = "memory"  # how phases of the control are marked
+
+
+class Place(NamedTuple):
+    """Where load is put: the target, or memory for the control."""
+
+    workspace: Workspace
+    dataset: dataset.Dataset
+    saver: Saver
 
 
 class LoadTrial(Trial):
-    """One load trial, step by step: ``put_data``, ``load``, ``accelerate``, ``neighbours``, ``reload``, ``finish``.
+    """One load trial: ``put_data``, ``load``, ``accelerate``, ``neighbours``, ``control``, ``reload``, ``finish``.
 
     Parameters
     ----------
@@ -54,42 +68,40 @@ class LoadTrial(Trial):
 
     def _needed_bytes(self) -> int:
         one_bytes = workload.checkpoint_bytes(self.config.model, self.config.method) or 0
-        return dataset.needed_bytes(self.config) + max(KEEP + 1, *self.config.counts, 0) * one_bytes
+        return dataset.needed_bytes(self.config) + self._saves_at_once * one_bytes
 
     @step_of_trial
     def put_data(self) -> None:
-        """Make the dataset on the target, or recognise an earlier block's; probe the raw limits; make a first save."""
+        """Make the dataset on the target, or recognise an earlier block's; probe the raw limits; make first saves."""
         self.timeline = Timeline()
         self._origin_s = time.monotonic() - self.timeline.now_s()
-        self.dataset = dataset.open_dataset(self.config, self.workspace, self.timeline)
+        made = dataset.open_dataset(self.config, self.workspace, self.timeline)
         raw_limits(self.workspace, self.timeline)
         self._session = Session(self.config)
-        self._saver = Saver(
-            self._session, self.config, self.workspace, self.timeline, self._scratch / "local", self._guard
-        )
-        self._closing.callback(self._saver.close)
-        for _ in range(KEEP + 1):  # up to the first deletion saves touch fresh memory
-            self._saver.save(warmup=True)
+        self._here = self._place(self.workspace, made)
         self._done.append("put_data")
 
-    def _reader(self, batch: int) -> Reader:
-        return Reader(self.dataset, self.config.workers, batch, self.config.seed, self.workspace.device)
+    def _place(self, workspace: Workspace, made: dataset.Dataset) -> Place:
+        """Make what saves at a place, and its first saves: up to the first deletion they touch fresh memory."""
+        local = self._scratch / f"local-{workspace.folder.name}"
+        saver = Saver(self._session, self.config, workspace, self.timeline, local, self._guard)
+        self._closing.callback(saver.close)
+        for _ in range(KEEP + 1):
+            saver.save(warmup=True)
+        return Place(workspace, made, saver)
 
     @step_of_trial
     def load(self) -> None:
         """Run the phases in an order that the seed draws: each kind of load alone, and all together."""
-        runs: dict[str, Callable[[str], None]] = {
-            "cold reads": lambda name: self._reads(name, cold=True),
-            "warm reads": lambda name: self._reads(name, cold=False),
-            "arrow": self._shards,
-            "tar": self._shards,
-            "saves": lambda name: self._together(name, ("save",)),
-            "log": lambda name: self._together(name, ("log",)),
-            "together": lambda name: self._together(name, ("read", "save", "log")),
-        }
         for index in np.random.default_rng(self.config.seed).permutation(len(PHASES)):
             self.workspace.require_present()
-            runs[PHASES[index]](PHASES[index])
+            name = PHASES[index]
+            if name in KINDS:
+                self._put(name, KINDS[name], self._here)
+            elif name == "warm reads":
+                self._warm(name)
+            else:
+                self._shards(name)
         self._done.append("load")
 
     @contextmanager
@@ -97,28 +109,53 @@ class LoadTrial(Trial):
         with self.timeline.span("phase", part=name, **caches) as span:
             yield span
 
-    def _reads(self, name: str, cold: bool) -> None:
-        caches = {"cache_data": "warm", "cache_metadata": "warm", "cache_server": "warm"}
-        if cold:
-            caches = self._drop(self.dataset.small)
-        else:
-            for path in self.dataset.paths[:WARM_FILES]:
-                Path(path).read_bytes()
-        reader = self._reader(self.config.read_batch)
-        files = None if cold else WARM_FILES
-        with self._phase(name, caches) as span, reader.small(self.config.phase_s, cold, files) as stream:
+    def _reader(self, batch: int, place: Place) -> Reader:
+        return Reader(place.dataset, self.config.workers, batch, self.config.seed, place.workspace.device)
+
+    def _put(self, name: str, kinds: tuple[str, ...], place: Place) -> None:
+        """Put some kinds of load on a place at once, for a phase's time and until two saves are done."""
+        caches = {}
+        if "read" in kinds:
+            caches = self._drop(place.dataset.small) if place is self._here else WARM
+        seconds, reads = self.config.phase_s, "read" in kinds
+        opened = self._reader(self.config.read_batch, place).small(seconds, cold=True) if reads else nullcontext()
+        with self._phase(name, caches) as span, ThreadPoolExecutor(2) as threads:
+            with opened as stream:  # the workers are forked before any thread is at work
+                until_s = time.monotonic() + seconds
+                saves = threads.submit(place.saver.save_until, until_s) if "save" in kinds else None
+
+                def go_on() -> bool:
+                    return time.monotonic() < until_s or (saves is not None and not saves.done())
+
+                every_s = self.config.log_every_s
+                log = threads.submit(log_until, place.workspace, every_s, go_on) if "log" in kinds else None
+                if stream is not None:
+                    found = stream.read_while(go_on)
+                    span.files, span.size_bytes = found.samples, found.size_bytes
+                    self._keep(name, "read", found.reads)
+            if saves is not None:
+                self._keep(name, "save", self._of_saves(saves.result()))
+            if log is not None:
+                self._keep(name, "log", pd.DataFrame(log.result(), columns=["start_s", "latency_s"]))
+
+    def _warm(self, name: str) -> None:
+        """Read the same few files again and again, from the page cache."""
+        for path in self._here.dataset.paths[:WARM_FILES]:
+            Path(path).read_bytes()
+        opened = self._reader(self.config.read_batch, self._here).small(self.config.phase_s, False, WARM_FILES)
+        with self._phase(name, WARM) as span, opened as stream:
             until_s = time.monotonic() + self.config.phase_s
             found = stream.read_while(lambda: time.monotonic() < until_s)
-        span.files, span.size_bytes = found.samples, found.size_bytes
+            span.files, span.size_bytes = found.samples, found.size_bytes
         self._keep(name, "read", found.reads)
 
     def _shards(self, name: str) -> None:
-        caches = self._drop(self.dataset.folder / name)
+        caches = self._drop(self._here.dataset.folder / name)
         with self._phase(name, caches) as span:
-            found = self._reader(self.config.read_batch).shards(name)
+            found = self._reader(self.config.read_batch, self._here).shards(name)
         # From the first request to the last sample: the workers' start is no storage's time.
         span.start_s, span.end_s = (self.timeline.at(when_s) for when_s in (found.start_s, found.end_s))
-        shards = {"arrow": self.dataset.arrow, "tar": self.dataset.tar}[name]
+        shards = {"arrow": self._here.dataset.arrow, "tar": self._here.dataset.tar}[name]
         span.files, span.size_bytes = found.samples, sum(path.stat().st_size for path in shards)
         self._keep(name, "read", found.reads)
         self._check_sequential(name, span)
@@ -133,38 +170,17 @@ class LoadTrial(Trial):
                 f"{raw[0] / 1e6:,.0f} MB/s: some cache below was warm, so the figure would be wrong"
             )
 
-    def _together(self, name: str, kinds: tuple[str, ...]) -> None:
-        """Put some kinds of load on the target at once, for a phase's time and until two saves are done."""
-        caches = self._drop(self.dataset.small) if "read" in kinds else {}
-        reader, seconds = self._reader(self.config.read_batch), self.config.phase_s
-        with self._phase(name, caches), ThreadPoolExecutor(2, thread_name_prefix="load") as threads:
-            with reader.small(seconds, cold=True, files=None) if "read" in kinds else nullcontext() as stream:
-                until_s = time.monotonic() + seconds
-                saves = threads.submit(self._saver.save_until, until_s) if "save" in kinds else None
-
-                def go_on() -> bool:
-                    return time.monotonic() < until_s or (saves is not None and not saves.done())
-
-                log = (
-                    threads.submit(log_until, self.workspace, self.config.log_every_s, go_on)
-                    if "log" in kinds
-                    else None
-                )
-                if stream is not None:
-                    self._keep(name, "read", stream.read_while(go_on).reads)
-            if saves is not None:
-                self._keep(name, "save", self._of_saves(saves.result()))
-            if log is not None:
-                self._keep(name, "log", pd.DataFrame(log.result(), columns=["start_s", "latency_s"]))
-
     def _of_saves(self, saves: list[Span]) -> pd.DataFrame:
         rows = [(self._origin_s + span.start_s, span.duration_s, span.size_bytes) for span in saves]
         return pd.DataFrame(rows, columns=["start_s", "latency_s", "size_bytes"])
 
     def _keep(self, phase: str, kind: str, rows: pd.DataFrame, worker: int | None = None) -> None:
-        """Keep events, whose ``start_s`` is monotonic, on the trial's own clock."""
+        """Keep events, whose ``start_s`` is monotonic, on the trial's own clock; of reads from memory an even part."""
+        if phase == "warm reads" or phase.endswith(MEMORY):
+            rows = rows.iloc[:: -(-len(rows) // KEPT_READS) or 1]
         kept = pd.DataFrame({"size_bytes": 0, "worker": 0, "epoch": 0} | {name: rows[name] for name in rows})
-        kept = kept.assign(phase=phase, kind=kind, start_s=kept.start_s - self._origin_s)
+        start_s = (kept.start_s - self._origin_s).round(6)  # a microsecond: its storage is most of the table's
+        kept = kept.assign(phase=phase, kind=kind, start_s=start_s, latency_s=kept.latency_s.astype("float32"))
         self._rows.append(kept if worker is None else kept.assign(worker=worker))
 
     @step_of_trial
@@ -177,9 +193,12 @@ class LoadTrial(Trial):
 
     def _feed(self, name: str, batch: int, step: Callable[[int], Any]) -> None:
         """Take batches and compute, from the second batch on until the time is over; the first one fills the pipe."""
-        caches = self._drop(self.dataset.small)
+        caches = self._drop(self._here.dataset.small)
         rows: list[tuple[float, float, float, int]] = []
-        with self._phase(name, caches) as span, self._reader(batch).small(self.config.accelerator_s, True) as stream:
+        with (
+            self._phase(name, caches) as span,
+            self._reader(batch, self._here).small(self.config.accelerator_s, True) as stream,
+        ):
             batches = iter(stream)
             next(batches)
             step(0)  # the workers' fork left memory to be copied at its first write, which no later step pays for
@@ -199,54 +218,75 @@ class LoadTrial(Trial):
 
     @step_of_trial
     def neighbours(self) -> None:
-        """Run 1, 2, 4 experiments at once on the target, and the most of them on memory, as the control."""
+        """Run 1, 2, 4 experiments at once on the target, sharing the dataset."""
         self.checks["neighbours"] = []
         for count in self.config.counts:
-            self._drop(self.dataset.small)
-            with tempfile.TemporaryDirectory(prefix="stallbench-", dir=self.workspace.folder) as folder:
-                self._beside(f"{count} at once", count, Path(folder), self.dataset.paths, self.workspace)
-        if self.config.counts:
-            self._memory_control()
+            self._drop(self._here.dataset.small)
+            self._beside(f"{count} at once", count, self._here)
         self._done.append("neighbours")
 
-    def _memory_control(self) -> None:
-        """Run the same experiments on a memory file system: what they take from each other is the processor's."""
-        parent, memory = emulated.default_folder()
-        count = self.config.counts[-1]
-        save_bytes = workload.checkpoint_bytes(self.config.model, self.config.method) or 0
-        needed_bytes = count * save_bytes + dataset.needed_bytes(self.config)
-        if not memory or shutil.disk_usage(parent).free < 2 * needed_bytes:
-            return
-        for of in dict.fromkeys((1, count)):
-            with tempfile.TemporaryDirectory(prefix="stallbench-", dir=parent) as folder:
-                paths = self.dataset.paths
-                if self.workspace.device is None:  # an emulated device's bytes lie in memory already
-                    shutil.copytree(self.dataset.small, Path(folder) / "small")
-                    paths = [path.replace(str(self.dataset.small), f"{folder}/small", 1) for path in paths]
-                self._beside(f"{of} at once, {MEMORY}", of, Path(folder), paths, None)
+    @step_of_trial
+    def control(self) -> None:
+        """Repeat the phases and the experiments on a memory file system.
 
-    def _beside(self, name: str, count: int, folder: Path, paths: list[str], workspace: Workspace | None) -> None:
-        device = workspace.device if workspace else None
+        What they lose to each other there, they lose to this machine's processor and memory, which no storage gives
+        back. Nothing is recorded where there is no memory file system with room for it.
+        """
+        parent, memory = emulated.default_folder()
+        needed_bytes = dataset.needed_bytes(self.config) + self._saves_at_once * self._session.save_bytes
+        if memory and shutil.disk_usage(parent).free > 2 * needed_bytes:
+            with targets.claim(Target(name=MEMORY, location=str(parent)), uuid4().hex[:12]) as folder:
+                copy = folder / "dataset"
+                shutil.copytree(self._here.dataset.small, copy / "small")
+                made = dataset.Dataset(copy, self._here.dataset.sizes_bytes)
+                place = self._place(Workspace(self.target, folder, Storage(MEMORY, MEMORY)), made)
+                for name, kinds in KINDS.items():
+                    self._put(f"{name}, {MEMORY}", kinds, place)
+                for count in sorted({*self.config.counts[:1], *self.config.counts[-1:]}):
+                    self._beside(f"{count} at once, {MEMORY}", count, place)
+        self._done.append("control")
+
+    @property
+    def _saves_at_once(self) -> int:
+        return max(KEEP + 1, *self.config.counts, 0)
+
+    def _beside(self, name: str, count: int, place: Place) -> None:
+        device = place.workspace.device
         meeting = Path(tempfile.mkdtemp(dir=self._scratch))
-        experiments = []
-        for number in range(count):
-            own = folder / f"experiment-{number}"
-            own.mkdir()
-            experiments.append(
+        with tempfile.TemporaryDirectory(prefix="experiments-", dir=place.workspace.folder) as folder:
+            experiments = [
                 neighbours.Experiment(
-                    number, str(meeting), str(own), self.config.neighbour_step_s, self.config.neighbour_batch,
-                    self.config.neighbour_s, self._session.save_bytes, self.config.seed * 1000 + number,
-                    device.profile.model_dump() if device else None, str(device.state_path) if device else "",
+                    number,
+                    str(meeting),
+                    tempfile.mkdtemp(dir=folder),
+                    self.config.neighbour_step_s,
+                    self.config.neighbour_batch,
+                    self.config.neighbour_s,
+                    self._session.save_bytes,
+                    self.config.seed * 1000 + number,
+                    device.profile.model_dump() if device else None,
+                    str(device.state_path) if device else "",
                 )
-            )  # fmt: skip
-        with self._phase(name, {}):
-            outcomes = neighbours.run(experiments, paths, self.config.save_limit_s)
+                for number in range(count)
+            ]
+            with self._phase(name, {}):
+                outcomes = neighbours.run(experiments, place.dataset.paths, self.config.save_limit_s)
+        self._keep_outcomes(name, outcomes)
+
+    def _keep_outcomes(self, name: str, outcomes: list[neighbours.Outcome]) -> None:
+        """Keep the experiments' events; one that was lost is marked, and the others stay, marked as beside it.
+
+        Raises
+        ------
+        TrialError
+            If all were lost.
+        """
         lost = [one.lost for one in outcomes if one.lost]
-        if len(lost) == count:
-            raise TrialError(f"all of {count} experiments at once failed: {lost[0]}")
+        if len(lost) == len(outcomes):
+            raise TrialError(f"all experiments of {name} failed: {lost[0]}")
         for one in outcomes:
-            summary = {"phase": name, "experiments": count, "experiment": one.number, "lost": one.lost}
-            summary |= {"samples": one.samples, "seconds": one.end_s - one.start_s}
+            summary = {"phase": name, "experiments": len(outcomes), "experiment": one.number, "lost": one.lost}
+            summary |= {"beside_lost": len(lost), "samples": one.samples, "seconds": one.end_s - one.start_s}
             self.checks["neighbours"].append(self.redactor.tree(summary))
             if not one.lost:
                 waits = pd.DataFrame({"start_s": one.starts_s, "latency_s": one.waits_s})
@@ -267,10 +307,10 @@ class LoadTrial(Trial):
 
         for number in range(self.config.iterations):
             part = self._iteration(number)
-            caches = self._drop(self.dataset.folder / "arrow")
+            caches = self._drop(self._here.dataset.folder / "arrow")
             with part("reload", **caches):
-                self.workspace.charge_read(self.dataset.arrow)
-                texts = workload.reload_texts(self.dataset.arrow)
+                self.workspace.charge_read(self._here.dataset.arrow)
+                texts = workload.reload_texts(self._here.dataset.arrow)
             with part("process"):
                 self._session.take(texts)
             with part("train"):
@@ -278,13 +318,13 @@ class LoadTrial(Trial):
             with part("evaluate"):
                 self._session.evaluate()
             with part("save"):
-                self._saver.save()
+                self._here.saver.save()
             saved = digest(self._session.state())
             self._session.step(0)  # so that only a restore can bring the saved state back
-            caches = self._drop(self._saver.newest)
+            caches = self._drop(self._here.saver.newest)
             with part("restore", **caches):
-                self.workspace.charge_read(list(self._saver.newest.iterdir()))
-                self._saver.restore()
+                self.workspace.charge_read(list(self._here.saver.newest.iterdir()))
+                self._here.saver.restore()
             if digest(self._session.state()) != saved:
                 raise TrialError("the restored state differs from the saved one")
             self.checks["loss"] = losses[-1]
@@ -306,7 +346,7 @@ class LoadTrial(Trial):
         if missing:
             raise TrialError(f"there is nothing to write: run {', '.join(missing)} first")
         self._closing.close()
-        self.table.to_parquet(self.out / LOAD, index=False)
+        self.table.to_parquet(self.out / LOAD, index=False, compression="zstd")
         self.timeline.frame().to_parquet(self.out / SPANS, index=False)
         write_json(self.out / TRIAL, self._summary())
         return self.out

@@ -135,6 +135,26 @@ class Study:
         return spans.assign(duration_s=spans.end_s - spans.start_s)
 
     @cached_property
+    def load(self) -> pd.DataFrame:
+        """All events of a load study's counted trials, with ``TRIAL_KEYS``: reads, saves, lines of the log, steps.
+
+        ``phase`` and ``kind`` say what it was, ``start_s`` (since the trial began) and ``latency_s`` when and how long,
+        ``worker`` which process, ``epoch`` which pass over the files.
+        """
+        frames = [
+            pd.read_parquet(self.folder / "trials" / row.trial / LOAD).assign(
+                **{key: getattr(row, key) for key in TRIAL_KEYS}
+            )
+            for row in self.counted.itertuples()
+        ]
+        return pd.concat(frames, ignore_index=True)
+
+    @property
+    def experiment(self) -> str:
+        """What was studied: ``saves`` or ``load``."""
+        return self.request.get("experiment", "saves")
+
+    @cached_property
     def phases(self) -> pd.DataFrame:
         """The spans inside of saves, but for the call that holds some of them; each with its save's ``warmup``."""
         return self.spans[(self.spans.parent >= 0) & (self.spans.kind != "call")]

@@ -1,0 +1,234 @@
+"""A load study in words and tables: what its section shows besides figures."""
+
+import html
+from collections.abc import Iterator
+
+import pandas as pd
+
+from stallbench import load_analysis as load
+from stallbench.analysis import compared_with, percent, seconds, span_text
+from stallbench.judging import called
+from stallbench.results import Study
+from stallbench.stats import Interval, mean_interval
+from stallbench.tables import called as short
+from stallbench.verdicts import claims_table
+
+_PHASES = {
+    "cold reads": "small files, random order, cold",
+    "warm reads": "small files, random order, warm",
+    "arrow": "Arrow shards, cold",
+    "tar": "tar shards, cold",
+}
+FEW_BLOCKS = 3
+
+
+def headline(study: Study) -> str:
+    """Say what happens under load on each target, with intervals and what it rests on."""
+    parts = [_sentence(study, target) for target in study.targets if target in set(study.counted.target)]
+    emulated = [target for target in study.targets if study.emulated(target)]
+    if emulated:
+        parts.append(f"{' and '.join(emulated)}: emulated, so this is modelled, not measured on such a device.")
+    if study.counted.block.nunique() == 1:
+        parts.append("One block only, so no figure has an interval.")
+    return " ".join(parts)
+
+
+def _sentence(study: Study, target: str) -> str:
+    rate = mean_interval(load.rates(study, target, "cold reads").samples_per_s)
+    busiest = load.fed(study, target)[0]
+    factors = {one.kind: one.factor for one in load.interference(study, target)}
+    worst = max(factors, key=lambda kind: factors[kind].ratio)
+    words = (
+        f"{called(study, target)} gives {_number(rate, 'small files a second')}, read cold and at random; a "
+        f"{busiest.accelerator} (emulated) is busy {_share(busiest.use)} of the time. With reads, saves and a log at "
+        f"once, a {worst} takes {_number(_as_interval(factors[worst]), 'times as long')} as alone."
+    )
+    found = [one for one in load.neighbours(study, target) if not one.memory]
+    if len(found) > 1:
+        words += (
+            f" {found[-1].experiments} experiments at once read {load.packing_gain(found):.1f} times what one does."
+        )
+    return words
+
+
+def _as_interval(ratio: load.PairedRatio) -> Interval:
+    return Interval(ratio.ratio, ratio.low, ratio.high, ratio.blocks)
+
+
+def _number(value: Interval, unit: str) -> str:
+    return span_text(value.mean, max(value.low, 0.0) if value.blocks > 1 else value.low, value.high, unit)
+
+
+def _share(value: Interval) -> str:
+    low, high = (max(0.0, value.low), min(1.0, value.high)) if value.blocks > 1 else (value.low, value.high)
+    return percent(value.mean, low, high)
+
+
+def summary_lines(study: Study) -> list[str]:
+    """Give one line a target: how many trials succeeded, and what its cold small files gave."""
+    current, lines = study.trials[~study.trials.superseded], []
+    for target in study.targets:
+        trials = current[current.target == target]
+        succeeded = int((trials.status == "complete").sum())
+        rate = load.rates(study, target, "cold reads").samples_per_s
+        figure = f"{rate.mean():,.0f} cold small files a second" if len(rate) else "nothing was measured"
+        lines.append(f"{called(study, target)}, load: {succeeded} of {study.request['blocks']} trials; {figure}")
+    return lines
+
+
+def summary(study: Study) -> str:
+    """Write the headline and the judged claims as Markdown, for a pull request or a CI summary."""
+    table = claims_table(study)
+    rows = [
+        f"| {row.id} | {row.claim} | {row.verdict} | {row.figure.replace('|', chr(92) + '|')} |"
+        for row in table[table.figure != ""].itertuples()
+    ]
+    lines = ["# Storage under load", "", headline(study), "", *(f"- {line}" for line in summary_lines(study))]
+    return "\n".join([*lines, "", "| claim | | verdict | figure |", "| --- | --- | --- | --- |", *rows]) + "\n"
+
+
+def headline_html(study: Study) -> str:
+    """Write the headline."""
+    return f'<p class="headline">{html.escape(headline(study))}</p>'
+
+
+def warnings_html(study: Study) -> str:
+    """Write what a reader must know before any figure."""
+    return "".join(f'<p class="warning">{html.escape(text)}</p>' for text in warnings(study))
+
+
+def warnings(study: Study) -> Iterator[str]:
+    """Give the study's own warnings: the number, why it matters, and what mends it."""
+    for target in study.targets:
+        if study.emulated(target):
+            yield (
+                f"{target} is emulated ({study.storage(target)['words']}): its times follow from stated rates, not "
+                "from a device. Give your own path with --target to measure one."
+            )
+        if study.storage(target)["medium"] == "memory":
+            yield f"{target} is a memory file system: its figures are memory's, not storage's. Name a disk's directory."
+    for row in study.trials[study.trials.status == "failed"].itertuples():
+        yield f"Trial {row.trial} failed and counts nowhere: {row.reason}; the same command tries its block again."
+    blocks = study.counted.block.nunique()
+    if blocks < FEW_BLOCKS:
+        yield f"{blocks} complete block(s): intervals need 2, and are of use from 3 on. Use --blocks 5."
+    if len(study.targets) > 1 and not compared_with(study):
+        yield "No two targets completed a block together, so nothing is compared."
+    phases = study.spans[(study.spans.kind == "phase") & (study.spans.part == "cold reads")]
+    for layer, words in (("cache_data", "their data"), ("cache_metadata", "their metadata")):
+        for target in phases[phases[layer] != "cold"].target.unique():
+            yield f"{target}: small files could not be shown to be cold in {words}; reads may be too quick."
+    for target in study.targets:
+        lost = sum(one.lost for one in load.neighbours(study, target))
+        if lost:
+            yield f"{target}: {lost} experiment(s) at once were lost; their blocks don't count among neighbours."
+
+
+def reads_table(study: Study) -> pd.DataFrame:
+    """Give what each way of reading gives in a second, and the latency of single reads."""
+    rows = {}
+    for target in study.targets:
+        for phase, words in _PHASES.items():
+            rate = load.rates(study, target, phase)
+            if rate.empty:
+                continue
+            p50, p95, p99 = (_milliseconds(one) for _, one in load.quantiles(study, target, phase).items())
+            rows[f"{words}, {short(study, target)}"] = [
+                _number(mean_interval(rate.samples_per_s), "/s"),
+                _number(mean_interval(rate.bytes_per_s / 1e6), "MB/s"),
+                p50, p95, p99,
+            ]  # fmt: skip
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["samples", "bytes", "p50", "p95", "p99"])
+
+
+def _milliseconds(by_block: pd.Series) -> str:
+    return _number(mean_interval(by_block * 1e3), "ms")
+
+
+def reads_words(study: Study) -> str:
+    """Say what was read, and how the table is meant."""
+    config = next(iter(study.details.values()))["config"]
+    making = "; ".join(
+        f"{short(study, target)}: {rate:,.0f} files a second"
+        for target in study.targets
+        if (rate := load.making(study, target)) == rate
+    )
+    return (
+        f"{config['files']:,} samples of real text, {config['workers']} workers, means over blocks with their 95 % "
+        "interval. Small files: first pass only. A shard's first sample carries the time of opening it. Making "
+        f"the small files until durable: {making or 'not in a trial that counts'}."
+    )
+
+
+def interference_table(study: Study) -> pd.DataFrame:
+    """Give how much longer each kind of load takes with the others, on the target and in memory."""
+    rows = {}
+    for target in study.targets:
+        for one in load.interference(study, target):
+            cells = [
+                _number(_as_interval(ratio), "x") if ratio else "unknown"
+                for ratio in (one.factor, one.memory, one.storage)
+            ]
+            rows[f"{one.kind} on {short(study, target)}"] = [*cells, one.events]
+    columns = ["together / alone", "the same in memory", "the target's part", "events together"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
+
+
+def use_table(study: Study) -> pd.DataFrame:
+    """Give how busy each accelerator was on each target, and how much of the time it waited for data."""
+    rows = {}
+    for target in study.targets:
+        for one in load.fed(study, target):
+            real = one.step_s != one.step_s
+            name = one.accelerator if real else f"{one.accelerator} (emulated)"
+            rows[f"{name}, {short(study, target)}"] = [
+                "measured" if real else f"{one.step_s * 1e3:.1f} ms",
+                "-" if real else f"{one.demand_per_s:,.0f} /s",
+                _share(one.use),
+                _share(Interval(1 - one.use.mean, 1 - one.use.high, 1 - one.use.low, one.use.blocks)),
+            ]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["step", "could take", "busy", "data stall"])
+
+
+def neighbours_table(study: Study) -> pd.DataFrame:
+    """Give what experiments at once get, by their number, on each target and in memory."""
+    rows = {}
+    for target in study.targets:
+        for one in load.neighbours(study, target):
+            where = f"memory, in trials of {short(study, target)}" if one.memory else short(study, target)
+            rows[f"{one.experiments} on {where}"] = [
+                _number(one.samples_per_s, "/s"), seconds(one.step_s), _share(one.stalled), seconds(one.save_s),
+                f"{one.fairness:.2f}", one.lost,
+            ]  # fmt: skip
+    columns = ["samples, all together", "step", "of it waiting", "save, durable", "fairness (Jain)", "lost"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
+
+
+def neighbours_words(study: Study) -> str:
+    """Say from which number on a target slows its experiments down, and what packing gains."""
+    lines = []
+    for target in study.targets:
+        found = [one for one in load.neighbours(study, target) if not one.memory]
+        if len(found) < 2:
+            continue
+        count = load.saturates_at(study, target)
+        slow = f"slows them down from {count} at once on" if count else "slowed none of them down by a tenth"
+        lines.append(
+            f"- {short(study, target)} {slow}; {found[-1].experiments} at once read **{load.packing_gain(found):.1f} "
+            "times** what one does."
+        )
+    return "\n".join(lines) or "No two experiments ran at once."
+
+
+def loop_words(study: Study) -> str:
+    """Say how long an iteration takes, what of it is storage, and how many there are in a day."""
+    lines = []
+    for target in study.targets:
+        if target not in set(study.counted.target):
+            continue
+        whole, share = load.iteration(study, target), load.storage_share(study, target)
+        lines.append(
+            f"- {short(study, target)}: {seconds(whole)} an iteration, of which reload, save and restore are "
+            f"{_share(share)}; {load.DAY_S / whole.mean:,.0f} iterations a day if nothing else is done."
+        )
+    return "\n".join(lines)
