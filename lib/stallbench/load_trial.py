@@ -13,11 +13,12 @@ from uuid import uuid4
 import numpy as np
 import pandas as pd
 
-from stallbench import dataset, emulated, neighbours, targets, workload
+from stallbench import dataset, emulated, targets, workload
 from stallbench.accelerators import ACCELERATORS
 from stallbench.config import Target
 from stallbench.load_config import LoadTrialConfig
 from stallbench.load_work import KEEP, Saver, Session, log_until
+from stallbench.neighbours import Experiment, Outcome, run
 from stallbench.probe import raw_limits
 from stallbench.reading import Reader
 from stallbench.results import LOAD, METHOD_VERSION, SCHEMA_VERSION, SPANS, TRIAL, write_json
@@ -255,7 +256,7 @@ class LoadTrial(Trial):
         meeting = Path(tempfile.mkdtemp(dir=self._scratch))
         with tempfile.TemporaryDirectory(prefix="experiments-", dir=place.workspace.folder) as folder:
             experiments = [
-                neighbours.Experiment(
+                Experiment(
                     number,
                     str(meeting),
                     tempfile.mkdtemp(dir=folder),
@@ -270,10 +271,10 @@ class LoadTrial(Trial):
                 for number in range(count)
             ]
             with self._phase(name, {}):
-                outcomes = neighbours.run(experiments, place.dataset.paths, self.config.save_limit_s)
+                outcomes = run(experiments, place.dataset.paths, self.config.save_limit_s)
         self._keep_outcomes(name, outcomes)
 
-    def _keep_outcomes(self, name: str, outcomes: list[neighbours.Outcome]) -> None:
+    def _keep_outcomes(self, name: str, outcomes: list[Outcome]) -> None:
         """Keep the experiments' events; one that was lost is marked, and the others stay, marked as beside it.
 
         Raises
