@@ -5,6 +5,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from stallbench import load_analysis as load
 from stallbench.accelerators import REQUIRED_USE
@@ -27,7 +28,7 @@ def bursts(study: Study) -> Figure:
     """Draw the latency of each read over time with all load at once, one trial a target; bands mark the saves."""
     events = study.load[study.load.phase == load.TOGETHER]
     targets = [target for target in study.targets if (events.target == target).any()]
-    figure, axes = plt.subplots(len(targets), squeeze=False, figsize=(5.2, 0.7 + 1.7 * len(targets)))
+    figure, axes = plt.subplots(len(targets), squeeze=False, sharey=True, figsize=(5.2, 0.7 + 1.7 * len(targets)))
     for axis, target in zip(axes[:, 0], targets, strict=True):
         own = events[events.target == target]
         own = own[own.block == own.block.min()]
@@ -62,6 +63,8 @@ def interference(study: Study) -> Figure:
             _bar(axes, index - 0.2, memory, color="white", marker="d")
     axes.axvline(1, color="#333333", lw=0.8, ls="--")
     axes.set_xscale("log")
+    factors = [1.0, *(one.factor.ratio for one in rows)]
+    axes.set_xlim(min(factors) / 3, max(factors) * 3)  # an interval over few blocks may leave it
     names = [f"{_KINDS[one.kind]}, {tick(study, one.target).replace(chr(10), ' ')}" for one in rows[::-1]]
     axes.set_yticks(range(len(rows)), names)
     axes.set_ylim(-0.6, len(rows) - 0.4)
@@ -91,7 +94,7 @@ def utilisation(study: Study) -> Figure:
     axes.set_ylim(0, 105)
     axes.set_xlabel("samples a second that the emulated accelerator could take")
     axes.set_ylabel("busy, % of the time")
-    axes.legend(loc="lower left")
+    axes.legend(loc="center left")
     return figure
 
 
@@ -113,6 +116,7 @@ def neighbours(study: Study) -> Figure:
     right.set_ylabel("seconds of a save, until durable")
     for axis in (left, right):
         axis.set_xlabel("experiments at once")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8.5)
     return figure

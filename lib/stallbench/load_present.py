@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pandas as pd
 
 from stallbench import load_analysis as load
-from stallbench.analysis import compared_with, percent, seconds, span_text
+from stallbench.analysis import compared_with, seconds, span_text
 from stallbench.judging import called
+from stallbench.load_verdicts import share_text
 from stallbench.results import Study
 from stallbench.stats import Interval, mean_interval
 from stallbench.tables import called as short
@@ -40,8 +41,8 @@ def _sentence(study: Study, target: str) -> str:
     worst = max(factors, key=lambda kind: factors[kind].ratio)
     words = (
         f"{called(study, target)} gives {_number(rate, 'small files a second')}, read cold and at random; a "
-        f"{busiest.accelerator} (emulated) is busy {_share(busiest.use)} of the time. With reads, saves and a log at "
-        f"once, a {worst} takes {_number(_as_interval(factors[worst]), 'times as long')} as alone."
+        f"{busiest.accelerator} (emulated) is busy {share_text(busiest.use)} of the time. With reads, saves and a log "
+        f"at once, a {worst} takes {_number(_as_interval(factors[worst]), 'times as long')} as alone."
     )
     found = [one for one in load.neighbours(study, target) if not one.memory]
     if len(found) > 1:
@@ -57,11 +58,6 @@ def _as_interval(ratio: load.PairedRatio) -> Interval:
 
 def _number(value: Interval, unit: str) -> str:
     return span_text(value.mean, max(value.low, 0.0) if value.blocks > 1 else value.low, value.high, unit)
-
-
-def _share(value: Interval) -> str:
-    low, high = (max(0.0, value.low), min(1.0, value.high)) if value.blocks > 1 else (value.low, value.high)
-    return percent(value.mean, low, high)
 
 
 def summary_lines(study: Study) -> list[str]:
@@ -184,10 +180,18 @@ def use_table(study: Study) -> pd.DataFrame:
             rows[f"{name}, {short(study, target)}"] = [
                 "measured" if real else f"{one.step_s * 1e3:.1f} ms",
                 "-" if real else f"{one.demand_per_s:,.0f} /s",
-                _share(one.use),
-                _share(Interval(1 - one.use.mean, 1 - one.use.high, 1 - one.use.low, one.use.blocks)),
+                share_text(one.use),
+                share_text(Interval(1 - one.use.mean, 1 - one.use.high, 1 - one.use.low, one.use.blocks)),
             ]
     return pd.DataFrame.from_dict(rows, orient="index", columns=["step", "could take", "busy", "data stall"])
+
+
+def use_words() -> str:
+    """Say below the accelerators' table what they were fed."""
+    return (
+        "Cold small files, without a save beside them; after a first pass over all files their metadata is cached. "
+        "Step: a tenth of MLPerf's for ResNet-50, whose batch is a tenth too. The real model trains on this machine."
+    )
 
 
 def neighbours_table(study: Study) -> pd.DataFrame:
@@ -197,7 +201,7 @@ def neighbours_table(study: Study) -> pd.DataFrame:
         for one in load.neighbours(study, target):
             where = f"memory, in trials of {short(study, target)}" if one.memory else short(study, target)
             rows[f"{one.experiments} on {where}"] = [
-                _number(one.samples_per_s, "/s"), seconds(one.step_s), _share(one.stalled), seconds(one.save_s),
+                _number(one.samples_per_s, "/s"), seconds(one.step_s), share_text(one.stalled), seconds(one.save_s),
                 f"{one.fairness:.2f}", one.lost,
             ]  # fmt: skip
     columns = ["samples, all together", "step", "of it waiting", "save, durable", "fairness (Jain)", "lost"]
@@ -226,9 +230,9 @@ def loop_words(study: Study) -> str:
     for target in study.targets:
         if target not in set(study.counted.target):
             continue
-        whole, share = load.iteration(study, target), load.storage_share(study, target)
+        whole, share = load.iteration(study, target), load.storageshare_text(study, target)
         lines.append(
             f"- {short(study, target)}: {seconds(whole)} an iteration, of which reload, save and restore are "
-            f"{_share(share)}; {load.DAY_S / whole.mean:,.0f} iterations a day if nothing else is done."
+            f"{share_text(share)}; {load.DAY_S / whole.mean:,.0f} iterations a day if nothing else is done."
         )
     return "\n".join(lines)

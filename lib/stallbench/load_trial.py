@@ -32,7 +32,7 @@ PHASES = (*KINDS, "warm reads", "arrow", "tar")
 STEPS = ("put_data", "load", "accelerate", "neighbours", "control", "reload")
 REAL_MODEL = "the real model here"
 WARM = dict.fromkeys(("cache_data", "cache_metadata", "cache_server"), "warm")
-KEPT_READS = 20_000  # of a phase that reads from memory, some hundred thousand a second
+KEPT_READS = 5_000  # of a phase that reads from memory, some hundred thousand a second
 WARM_FILES = 500  # read again and again, so that they stay warm
 MEMORY = "memory"  # how phases of the control are marked
 

@@ -17,7 +17,7 @@ from stallbench.judging import (
     within,
 )
 from stallbench.results import Study
-from stallbench.stats import PairedRatio, mean_interval, paired_ratio
+from stallbench.stats import Interval, PairedRatio, mean_interval, paired_ratio
 
 # Claims 1.6 and 1.11: a difference that matters to the choice of storage, as for restores (claim 1.5).
 DIFFERENCE = 0.05
@@ -28,6 +28,7 @@ INTERFERENCE = 1.2
 # Claim 1.9: k experiments lose at least this share of k times what one loses.
 MULTIPLIES = 0.8
 ANY = float("inf")
+OPEN_SPREAD = 100.0  # an interval wider than this factor says nothing
 
 
 def _differs(ratio: PairedRatio) -> str:
@@ -46,7 +47,16 @@ def _saved(ratio: PairedRatio) -> str:
 
 def _times(ratio: PairedRatio) -> str:
     text = f"{ratio.ratio:.2f}"
+    if ratio.blocks > 1 and ratio.high > OPEN_SPREAD * ratio.low:
+        return f"{text} (open: too few blocks)"
     return f"{text} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio.blocks > 1 else text
+
+
+def share_text(share: Interval) -> str:
+    """Write a share with its interval, which a t interval over few blocks may take beyond 0 or 1."""
+    if share.blocks == 1:
+        return percent(share.mean)
+    return percent(share.mean, max(0.0, share.low), min(1.0, share.high))
 
 
 def _reload(study: Study, other: str) -> Judgement:
@@ -107,7 +117,7 @@ def _loop_words(study: Study, target: str) -> str:
     share, whole = load.storage_share(study, target), load.iteration(study, target)
     return (
         f"{target}: an iteration takes {seconds(whole)}, of which reload, save and restore are "
-        f"{percent(share.mean, share.low, share.high)}, {load.DAY_S / whole.mean:,.0f} iterations a day"
+        f"{share_text(share)}, {load.DAY_S / whole.mean:,.0f} iterations a day"
     )
 
 
@@ -126,10 +136,10 @@ def _idle(study: Study, other: str) -> Judgement:
         busiest = load.fed(study, target)[0]
         words.append(
             f"{target} gives {rate.mean:,.0f} samples a second, {busiest.accelerator} (emulated) could take "
-            f"{busiest.demand_per_s:,.0f} and is busy {percent(busiest.use.mean, busiest.use.low, busiest.use.high)} "
+            f"{busiest.demand_per_s:,.0f} and is busy {share_text(busiest.use)} "
             "of the time"
         )
-    figure = f"{'; '.join(words)}. {starved} accelerators were faster than a storage here."
+    figure = f"{'; '.join(words)}. Pairs of an accelerator and a slower storage here: {starved}."
     if not starved:
         return Judgement(NOT_TESTED, figure)
     verdict = REPRODUCED if set(answers) == {REPRODUCED} else UNDECIDED
