@@ -124,6 +124,17 @@ def run(
     console = Console(soft_wrap=True, highlight=False)
     todo = study.trials_to_run(config, folder)
     _announce(console, config, ahead, todo, folder)
+    succeeded = _run(console, config, folder, todo, show_paths)
+    if report:
+        _render(console, folder)
+    if not succeeded:
+        raise typer.Exit(FAILED)
+
+
+def _run(console: Console, config: AnyStudy, folder: Path, todo: int, show_paths: bool) -> bool:
+    """Run the trials that are left, with a bar where there is a terminal; gives whether all succeeded."""
+    from stallbench import study
+
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -133,16 +144,12 @@ def run(
     )
     try:
         with bar:
-            succeeded = study.run(config, folder, _progress(console, bar, todo), show_paths)
+            return study.run(config, folder, _progress(console, bar, todo), show_paths)
     except ConfigError as error:
         raise _refuse(error) from None
     except KeyboardInterrupt:
         console.print("Stopped. The same command goes on from here.")
         raise typer.Exit(STOPPED) from None
-    if report:
-        _render(console, folder)
-    if not succeeded:
-        raise typer.Exit(FAILED)
 
 
 def _study_config(
@@ -276,7 +283,7 @@ def bench(
     import pandas as pd
 
     from stallbench import bench as benchmark
-    from stallbench import probe, race
+    from stallbench import load_bench, probe, race
     from stallbench.results import BENCH, load_study, write_json
 
     try:
@@ -284,7 +291,7 @@ def bench(
     except ConfigError as error:
         raise _refuse(error) from None
     folder.mkdir(exist_ok=True)
-    lines = benchmark.lines(found)
+    lines = [*benchmark.lines(found), *load_bench.lines(folder)]
     print(*lines, sep="\n")
     tables = {}
     if shutil.which("fio"):

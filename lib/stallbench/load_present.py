@@ -230,7 +230,7 @@ def loop_words(study: Study) -> str:
     for target in study.targets:
         if target not in set(study.counted.target):
             continue
-        whole, share = load.iteration(study, target), load.storageshare_text(study, target)
+        whole, share = load.iteration(study, target), load.storage_share(study, target)
         lines.append(
             f"- {short(study, target)}: {seconds(whole)} an iteration, of which reload, save and restore are "
             f"{share_text(share)}; {load.DAY_S / whole.mean:,.0f} iterations a day if nothing else is done."

@@ -154,7 +154,6 @@ class LoadTrial(Trial):
         caches = self._drop(self._here.dataset.folder / name)
         with self._phase(name, caches) as span:
             found = self._reader(self.config.read_batch, self._here).shards(name)
-        # From the first request to the last sample: the workers' start is no storage's time.
         span.start_s, span.end_s = (self.timeline.at(when_s) for when_s in (found.start_s, found.end_s))
         shards = {"arrow": self._here.dataset.arrow, "tar": self._here.dataset.tar}[name]
         span.files, span.size_bytes = found.samples, sum(path.stat().st_size for path in shards)
@@ -208,7 +207,7 @@ class LoadTrial(Trial):
                 step_start_s = time.monotonic()
                 step(len(rows))
                 wait_start_s = time.monotonic()
-                size_bytes = sum(next(batches))
+                size_bytes = next(batches)
                 rows.append((step_start_s, wait_start_s, time.monotonic(), size_bytes))
         span.files = batch * len(rows)
         times = np.array(rows)

@@ -4,13 +4,14 @@ Each read's latency is taken in the worker that did it, on the monotonic clock, 
 first read. A file that is gone or cut short fails the run with one line.
 """
 
+import itertools
 import os
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -52,22 +53,22 @@ class Record:
         """Leave the views out, which a worker makes for itself: they would be copied, not shared."""
         return self.__dict__ | {"_views": None}
 
-    def add(self, worker: int, start_s: float, end_s: float, size_bytes: int, epoch: int) -> None:
-        """Record one read; times are readings of ``time.monotonic()``.
+    def add(self, worker: int, rows: list[tuple[float, float, int, int]]) -> None:
+        """Record reads, each with its begin (monotonic) and latency in seconds, its bytes and its epoch.
 
         Raises
         ------
         ReadError
-            If there is no room for it: reads that go unrecorded would make the others look rarer.
+            If there is no room for them: reads that go unrecorded would make the others look rarer.
         """
         if self._views is None:
             self._views = self._table.numpy(), self._counts.numpy()
         table, counts = self._views
-        row = counts[worker]
-        if row >= self._rows:
+        row = int(counts[worker])
+        if row + len(rows) > self._rows:
             raise ReadError(f"more than {self._rows} reads in a phase; use a shorter phase_s")
-        table[worker, row] = start_s, end_s - start_s, size_bytes, epoch
-        counts[worker] = row + 1
+        table[worker, row : row + len(rows)] = rows
+        counts[worker] = row + len(rows)
 
     def frame(self, until_s: float = np.inf) -> pd.DataFrame:
         """Give the reads that began before a time, with ``COLUMNS`` and ``worker``, in the order of their begin."""
@@ -85,56 +86,74 @@ def _worker() -> int:
     return 0 if info is None else info.id
 
 
+class Batch(NamedTuple):
+    """Samples that a worker reads at a time: a stretch of a pass's random order."""
+
+    epoch: int
+    first: int
+    count: int
+
+
 class SmallFiles(Dataset):
-    """The small files as a map-style dataset: an item is the number of bytes that was read.
+    """The small files as a map-style dataset whose items are batches; reading one gives its bytes.
 
     Parameters
     ----------
     source
         The dataset on the target.
+    count
+        How many of its files are read: the first ones.
     device
         Charged for each file before it is read, where the target is emulated in-process and the read is to be cold.
     forget
         Drop each file from the page cache once it was read, so that a later pass reads its data cold again.
     """
 
-    def __init__(self, source: data.Dataset, record: Record, device: Device | None, forget: bool) -> None:
-        self._paths, self._sizes = source.paths, source.sizes_bytes
-        self._record, self._device = record, device
+    def __init__(
+        self, source: data.Dataset, count: int, seed: int, record: Record, device: Device | None, forget: bool
+    ) -> None:
+        self._paths, self._sizes = source.paths[:count], source.sizes_bytes[:count].tolist()
+        self._seed, self._record, self._device = seed, record, device
         self._forget = forget and hasattr(os, "posix_fadvise")
+        self._order: tuple[int, list[int]] = -1, []
 
     def __len__(self) -> int:
         """Give the number of files."""
         return len(self._paths)
 
-    def __getitem__(self, place: tuple[int, int]) -> int:
-        """Read the file of an ``(epoch, index)`` whole.
+    def __getitem__(self, batch: Batch) -> int:
+        """Read a batch's files whole, and record each read.
 
         Raises
         ------
         ReadError
-            If it is gone, can't be read, or holds more or fewer bytes than it should.
+            If one is gone, can't be read, or holds more or fewer bytes than it should.
         """
-        epoch, index = place
-        path, size = self._paths[index], int(self._sizes[index])
-        start_s = time.monotonic()
+        if self._order[0] != batch.epoch:  # each worker draws the same order, which needn't be sent to it
+            order = np.random.default_rng([self._seed, batch.epoch]).permutation(len(self._paths))
+            self._order = batch.epoch, order.tolist()
+        index, rows, clock = 0, [], time.monotonic
         try:
-            if self._device is not None:
-                self._device.read(path, size)
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                content = os.read(descriptor, size + 1)
-                end_s = time.monotonic()
-                if self._forget:
-                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+            for index in self._order[1][batch.first : batch.first + batch.count]:
+                path, size = self._paths[index], self._sizes[index]
+                start_s = clock()
+                if self._device is not None:
+                    self._device.read(path, size)
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    found = len(os.read(descriptor, size + 1))
+                    end_s = clock()
+                    if self._forget:
+                        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(descriptor)
+                if found != size:
+                    raise ReadError(f"{data.name_of(index)} of the dataset has {found} bytes instead of {size}")
+                rows.append((start_s, end_s - start_s, size, batch.epoch))
         except OSError as error:
             raise ReadError(f"{data.name_of(index)} of the dataset can't be read: {error.strerror}") from None
-        if len(content) != size:
-            raise ReadError(f"{data.name_of(index)} of the dataset has {len(content)} bytes instead of {size}")
-        self._record.add(_worker(), start_s, end_s, size, epoch)
-        return size
+        self._record.add(_worker(), rows)
+        return sum(row[2] for row in rows)
 
 
 class _Shards(IterableDataset):
@@ -154,7 +173,7 @@ class _Shards(IterableDataset):
                     self._device.read(str(shard), shard.stat().st_size)
                 for size in self._samples(shard):
                     end_s = time.monotonic()
-                    self._record.add(_worker(), start_s, end_s, size, 0)
+                    self._record.add(_worker(), [(start_s, end_s - start_s, size, 0)])
                     start_s = end_s
                     yield size
             except (OSError, tarfile.TarError, ValueError) as error:  # pyarrow's errors of a cut file are ValueErrors
@@ -184,20 +203,17 @@ class TarShards(_Shards):
                 yield len(tar.extractfile(member).read())
 
 
-class Order:
-    """Batches of ``(epoch, index)`` in random order, pass after pass without end; a sampler of batches."""
+class Batches:
+    """The batches of one pass after the other, without end: a sampler."""
 
-    def __init__(self, files: int, batch: int, seed: int) -> None:
-        self._files, self._batch, self._seed = files, batch, seed
+    def __init__(self, files: int, batch: int) -> None:
+        self._files, self._batch = files, batch
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        """Give the batches, the same for the same seed."""
-        draw, epoch = np.random.default_rng(self._seed), 0
-        while True:
-            order = draw.permutation(self._files)
+    def __iter__(self) -> Iterator[Batch]:
+        """Give the batches; the last of a pass may be smaller."""
+        for epoch in itertools.count():
             for first in range(0, self._files, self._batch):
-                yield [(epoch, int(index)) for index in order[first : first + self._batch]]
-            epoch += 1
+                yield Batch(epoch, first, min(self._batch, self._files - first))
 
 
 class Pass(NamedTuple):
@@ -223,9 +239,10 @@ class Reader:
     def small(self, seconds: float, cold: bool, files: int | None = None) -> "Stream":
         """Open the small files, or the first ``files`` of them, in random order, for about so many seconds."""
         record = Record(self.workers, seconds)
-        samples = SmallFiles(self.source, record, self.device if cold else None, forget=cold)
-        order = Order(min(files or len(samples), len(samples)), self.batch, self.seed)
-        return Stream(DataLoader(samples, batch_sampler=order, num_workers=self.workers, collate_fn=list), record)
+        count = min(files or len(self.source.paths), len(self.source.paths))
+        samples = SmallFiles(self.source, count, self.seed, record, self.device if cold else None, forget=cold)
+        sampler = Batches(count, self.batch)
+        return Stream(DataLoader(samples, batch_size=None, sampler=sampler, num_workers=self.workers), record)
 
     def shards(self, kind: str) -> Pass:
         """Read all shards once, ``arrow`` or ``tar``.
@@ -243,13 +260,13 @@ class Reader:
             shards = TarShards(self.source.tar, record, self.device)
         loader = DataLoader(shards, batch_size=self.batch, num_workers=self.workers, collate_fn=list)
         with Stream(loader, record) as stream:
-            start_s = time.monotonic()
             samples = sum(len(batch) for batch in stream)
-            end_s = time.monotonic()
         if samples != expected:
             raise ReadError(f"the {kind} shards hold {samples} samples instead of {expected}")
         reads = record.frame()
-        return Pass(start_s, end_s, samples, int(reads.size_bytes.sum()), reads)
+        # From the first read to the end of the last: the workers' start is no storage's time.
+        end_s = float((reads.start_s + reads.latency_s).max())
+        return Pass(float(reads.start_s.min()), end_s, samples, int(reads.size_bytes.sum()), reads)
 
 
 class Stream:
@@ -268,8 +285,8 @@ class Stream:
         """End the workers; they finish the batch that they are at."""
         self._iterator = None
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """Give the batches: the bytes of each sample.
+    def __iter__(self) -> Iterator[Any]:
+        """Give the batches: of small files their bytes, of shards the bytes of each sample.
 
         Raises
         ------
