@@ -11,7 +11,7 @@ import pytest
 
 from stallbench import calibration
 from stallbench.emulated import default_folder, parse_profile
-from stallbench.targets import MARKER
+from stallbench.ownership import MARKER
 
 OWN_S, FAST_S, SLOW_S = 0.010, 0.020, 0.030
 

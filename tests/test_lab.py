@@ -150,11 +150,11 @@ def exists(pid: int) -> bool:
 SLOW = "lab:hdd-nas-1gbe?disk_bytes_per_s=5e7"  # what the chain can do at any time
 
 
-def start(command, folder: Path, out: Path) -> subprocess.Popen:
+def start(command, folder: Path, out: Path, *settings: str) -> subprocess.Popen:
     (folder / "disk").mkdir()
     foreign_files(folder / "disk")
     places = ["--target", f"disk={folder / 'disk'}", "--target", f"nas={SLOW}"]
-    arguments = command(*places, "--blocks", "1", "--wait", "durable", "--out", str(out))
+    arguments = command(*places, "--blocks", "1", "--wait", "durable", "--out", str(out), *settings)
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -176,23 +176,49 @@ def test_a_study_brings_its_lab_up_and_down_and_calls_it_emulated(command, tmp_p
     assert not labs_of(process)
 
 
-@needs_lab
-def test_a_failing_device_in_the_middle_costs_the_labs_trials_only(command, tmp_path):
-    process = start(command, tmp_path, tmp_path / "out")
-    before = contents(tmp_path / "disk")
+def begun(process: subprocess.Popen) -> list[Path]:
+    """The checkpoints that lie on the study's lab now."""
+    try:
+        return [path for one in labs_of(process) for path in Path(one["mountpoint"]).glob("*/*/checkpoints/*")]
+    except FileNotFoundError:  # a folder of the lab's probe went while it was looked into
+        return []
+
+
+def fault_at_first_save(process: subprocess.Popen, name: str) -> None:
+    """Turn a switch of the study's lab once a checkpoint's folder is there."""
     deadline_s = time.monotonic() + 100
-    while not (begun := [path for one in labs_of(process) for path in Path(one["mountpoint"]).glob("*/*/checkpoints/*")]):
+    while not (found := begun(process)):
         assert process.poll() is None and time.monotonic() < deadline_s
         time.sleep(0.02)
-    home = begun[0].parents[4]
-    lab.Lab(home.name.removeprefix("lab-"), parse(SLOW), home).fault("eio-write")
+    home = found[0].parents[4]
+    lab.Lab(home.name.removeprefix("lab-"), parse(SLOW), home).fault(name)
+
+
+@needs_lab
+@pytest.mark.parametrize("fault", ["eio-write", "eio-flush", "eio-read"])
+def test_a_failing_device_in_the_middle_costs_the_labs_trials_only(command, tmp_path, fault):
+    process = start(command, tmp_path, tmp_path / "out")
+    before = contents(tmp_path / "disk")
+    fault_at_first_save(process, fault)
     output, _ = process.communicate(timeout=200)
+    assert_only_the_lab_failed(process, output, tmp_path, before)
+
+
+@needs_lab
+def test_a_cut_link_holds_a_trial_no_longer_than_its_time_limit(command, tmp_path):
+    process = start(command, tmp_path, tmp_path / "out", "--set", "trial_limit_s=40")
+    before = contents(tmp_path / "disk")
+    fault_at_first_save(process, "cut")
+    output, _ = process.communicate(timeout=200)
+    assert_only_the_lab_failed(process, output, tmp_path, before)
+
+
+def assert_only_the_lab_failed(process: subprocess.Popen, output: str, folder: Path, before: dict) -> None:
     assert process.returncode == 1, output
-    study = load_study(tmp_path / "out")
-    found = study.trials.set_index("target")
+    found = load_study(folder / "out").trials.set_index("target")
     assert (found.status["disk"], found.status["nas"]) == ("complete", "failed")
     assert found.reason["nas"] in output and "\n" not in found.reason["nas"]
-    assert contents(tmp_path / "disk") == before
+    assert contents(folder / "disk") == before
     assert not labs_of(process)
 
 

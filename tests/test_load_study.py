@@ -230,7 +230,7 @@ def test_figures_and_words_hold_every_target(study):
         assert figure.axes
         plt.close(figure)
     words = load_present.headline(study)
-    assert "disk (a made disk) gives" in words and "nas (a made disk) gives 48.1 small files" in words
+    assert "disk (a made disk) gives" in words and "nas (a made disk) gives 48 small files" in words
     assert "nas slows them down from 2 at once on" in load_present.neighbours_words(study)
 
 
@@ -301,6 +301,7 @@ def test_a_load_study_runs_on_two_directories_renders_its_page_and_leaves_them(t
         (("--set", "steps=4"), "unknown parameter steps='4'; known are: files,"),
         (("--method", "trainer"), "a load trial saves by one of torch, safetensors, dcp, fast"),
         (("--wait", "return"), "a load study waits until a save is durable; leave --wait out"),
+        (("--target", "s3=s3://bucket/prefix"), "target s3 is a URL, whose files no process here can read in place"),
     ],
 )
 def test_a_load_study_refuses_in_one_line(tmp_path, command_load, arguments, words):

@@ -62,3 +62,15 @@ def test_a_finished_study_names_no_machine_no_user_no_path_and_no_secret(finishe
         for path in texts
         if path.suffix == ".ipynb"
     )
+
+
+def test_a_url_is_replaced_in_all_its_parts(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.internal:9000")
+    redactor = Redactor([("b", "s3://planted-bucket/some/where"), ("c", "sftp://me-too@planted.host:2222/srv/deep")])
+    text = "s3://planted-bucket/some/where/x, planted-bucket/some/where/x, http://store.internal:9000/planted-bucket"
+    assert redactor.text(text) == "<b>/x, <b>/x, http://<name>/<name>"
+    assert redactor.text("me-too at planted.host: /srv/deep/y") == "<name> at <name>: <c>/y"
+
+
+def test_a_bucket_that_is_called_as_a_method_garbles_no_result():
+    assert Redactor([("b", "s3://torch/prefix")]).text("torch") == "torch"

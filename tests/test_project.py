@@ -16,8 +16,8 @@ PACKAGE = ROOT / "lib" / "stallbench"
 # Each module may import those above it, never one below.
 ORDER = (
     "__init__", "config", "load_config", "accelerators", "privacy", "pagecache", "emulated", "faults", "spans",
-    "lab_profile", "storage", "targets", "probe", "mounting", "lab_disk", "lab", "lab_check", "preflight",
-    "preflight_cli", "workload", "dataset", "reading", "neighbours", "estimate",
+    "lab_profile", "storage", "ownership", "remote", "targets", "probe", "mounting", "lab_disk", "lab", "lab_check",
+    "preflight", "preflight_cli", "workload", "dataset", "reading", "neighbours", "estimate",
     "checkpointing.__init__", "checkpointing.state", "checkpointing.commit", "checkpointing.direct",
     "checkpointing.writers", "checkpointing.checkpointer",
     "recording", "training", "controls", "results", "trial", "load_work", "load_trial", "environment", "execute",
@@ -28,9 +28,9 @@ ORDER = (
     "lab_cli", "cli", "__main__",
 )  # fmt: skip
 MEASURING = {
-    "spans", "storage", "targets", "probe", "workload", "recording", "training", "controls", "trial", "study",
-    "execute", "attach", "preflight", "dataset", "reading", "neighbours", "estimate", "load_work", "load_trial",
-    *(name for name in ORDER if name.startswith("checkpointing")),
+    "spans", "storage", "ownership", "remote", "targets", "probe", "workload", "recording", "training", "controls",
+    "trial", "study", "execute", "attach", "preflight", "dataset", "reading", "neighbours", "estimate", "load_work",
+    "load_trial", *(name for name in ORDER if name.startswith("checkpointing")),
 }  # fmt: skip
 ANALYSING = {
     "stats", "models", "validation", "analysis", "matrix", "trust", "load_analysis", "judging", "load_verdicts",

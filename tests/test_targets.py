@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import contents, foreign_files
-from stallbench import storage, targets
+from stallbench import ownership, storage, targets
 from stallbench.config import ConfigError, Target
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
@@ -31,7 +31,7 @@ def test_a_claim_leaves_nothing_and_touches_nobody_elses_files(tmp_path):
     foreign_files(tmp_path)
     before = contents(tmp_path)
     with targets.claim(Target(name="t", location=str(tmp_path)), "0123456789ab-0") as folder:
-        assert json.loads((folder / targets.MARKER).read_text())["study_id"] == "0123456789ab-0"
+        assert json.loads((folder / ownership.MARKER).read_text())["study_id"] == "0123456789ab-0"
         (folder / "link").symlink_to(tmp_path / "checkpoint-2", target_is_directory=True)
     assert contents(tmp_path) == before
     assert owned(tmp_path) == ["stallbench-000000000000-0", "stallbench-link"]
@@ -62,27 +62,27 @@ def test_a_killed_run_is_cleaned_up_at_the_next_start_and_a_living_one_is_not(tm
 def test_a_folder_whose_marker_does_not_match_is_never_removed(tmp_path, marker):
     folder = tmp_path / "stallbench-mine"
     folder.mkdir()
-    (folder / targets.MARKER).write_text(marker)
-    targets.sweep(tmp_path)
-    assert not targets.remove(folder)
-    assert (folder / targets.MARKER).read_text() == marker
+    (folder / ownership.MARKER).write_text(marker)
+    ownership.sweep(tmp_path)
+    assert not ownership.remove(folder)
+    assert (folder / ownership.MARKER).read_text() == marker
 
 
 def test_a_folder_that_another_machine_marked_is_left_to_it(tmp_path):
     folder = tmp_path / "stallbench-mine"
     folder.mkdir()
-    (folder / targets.MARKER).write_text('{"study_id": "mine", "machine": "elsewhere"}')
-    targets.sweep(tmp_path)
+    (folder / ownership.MARKER).write_text('{"study_id": "mine", "machine": "elsewhere"}')
+    ownership.sweep(tmp_path)
     assert folder.exists()
 
 
 def test_a_link_to_a_marked_folder_is_not_ours(tmp_path):
     real = tmp_path / "elsewhere" / "stallbench-mine"
     real.mkdir(parents=True)
-    (real / targets.MARKER).write_text('{"study_id": "mine"}')
+    (real / ownership.MARKER).write_text('{"study_id": "mine"}')
     link = tmp_path / "stallbench-mine"
     link.symlink_to(real, target_is_directory=True)
-    assert not targets.remove(link)
+    assert not ownership.remove(link)
     assert real.exists()
 
 
@@ -120,7 +120,7 @@ def test_a_read_only_target_is_refused(small_disk):
 
 def test_one_directory_twice_is_refused_unless_it_is_a_control(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="same directory as t0; give another one, or --control"):
+    with pytest.raises(ConfigError, match="same place as t0; give another one, or --control"):
         check(str(tmp_path), str(tmp_path / "link"))
     assert check(str(tmp_path), str(tmp_path), control=True) == []
 
@@ -162,7 +162,7 @@ def test_nvme_needs_a_pcie_controller_that_is_no_clouds_network_disk(tmp_path, m
 def test_a_left_over_of_the_same_study_does_not_block_it(tmp_path):
     left = tmp_path / "stallbench-same"
     left.mkdir()
-    (left / targets.MARKER).write_text(json.dumps({"study_id": "same", "machine": "elsewhere", "pid": 1}))
+    (left / ownership.MARKER).write_text(json.dumps({"study_id": "same", "machine": "elsewhere", "pid": 1}))
     with targets.claim(Target(name="t", location=str(tmp_path)), "same") as folder:
         assert folder == left
     assert owned(tmp_path) == []
@@ -197,7 +197,7 @@ def test_the_file_below_a_loop_device_is_made_cold_too(tmp_path, tiny):
         trial.put_data()
         trial.train()
         assert resident_pages(image) > 1000
-        assert trial._drop(trial.workspace.folder / "checkpoints") | {"cache_metadata": ""} == {
+        assert trial.workspace.drop(trial.workspace.folder / "checkpoints") | {"cache_metadata": ""} == {
             "cache_data": "cold", "cache_metadata": "", "cache_server": "cold"
         }  # fmt: skip
         assert resident_pages(image) < 100  # the mounted file system reads a few of its own
@@ -220,7 +220,7 @@ def test_mount_options_that_may_name_a_server_or_a_user_are_left_out():
 def marked(root: Path, study_id: str, **marker) -> Path:
     folder = root / f"stallbench-{study_id}"
     folder.mkdir()
-    (folder / targets.MARKER).write_text(json.dumps({"study_id": study_id} | marker))
+    (folder / ownership.MARKER).write_text(json.dumps({"study_id": study_id} | marker))
     return folder
 
 
@@ -231,24 +231,24 @@ def ended_pid() -> int:
 
 
 def states(root: Path) -> dict[str, str]:
-    return {left.folder.name.removeprefix("stallbench-"): left.state for left in targets.left_overs(root)}
+    return {left.folder.name.removeprefix("stallbench-"): left.state for left in ownership.left_overs(root)}
 
 
 def test_clean_takes_only_what_nobody_can_be_using(tmp_path):
     foreign_files(tmp_path)
     before = contents(tmp_path)
-    gone = marked(tmp_path, "gone", machine=targets._machine(), pid=ended_pid())
+    gone = marked(tmp_path, "gone", machine=ownership.machine_id(), pid=ended_pid())
     (gone / "link").symlink_to(tmp_path / "checkpoint-2", target_is_directory=True)
-    running = marked(tmp_path, "running", machine=targets._machine(), pid=os.getpid())
+    running = marked(tmp_path, "running", machine=ownership.machine_id(), pid=os.getpid())
     elsewhere = marked(tmp_path, "elsewhere", machine="other", pid=ended_pid())
-    odd = marked(tmp_path, "odd", machine=targets._machine(), pid="1; x")
+    odd = marked(tmp_path, "odd", machine=ownership.machine_id(), pid="1; x")
     assert states(tmp_path) == {"gone": "gone", "running": "running", "elsewhere": "elsewhere", "odd": "running"}
-    assert [left.folder for left in targets.left_overs(tmp_path) if left.removable] == [gone]
-    assert [targets.clean(folder) for folder in (gone, running, elsewhere, odd)] == [True, False, False, False]
-    assert not targets.clean(running, include_foreign=True)
-    assert targets.clean(elsewhere, include_foreign=True)
+    assert [left.folder for left in ownership.left_overs(tmp_path) if left.removable] == [gone]
+    assert [ownership.clean(folder) for folder in (gone, running, elsewhere, odd)] == [True, False, False, False]
+    assert not ownership.clean(running, include_foreign=True)
+    assert ownership.clean(elsewhere, include_foreign=True)
     for folder in (running, odd):
-        targets.remove(folder)
+        ownership.remove(folder)
     assert contents(tmp_path) == before
 
 
@@ -264,15 +264,15 @@ def test_a_folder_killed_before_its_marker_is_removed_only_if_empty_old_and_of_o
         if name != "0123456789ad":
             os.utime(folder, (0, 0))
     assert states(tmp_path) == {"0123456789ab": "unmarked", "0123456789ab-0": "unmarked"}
-    targets.sweep(tmp_path)
+    ownership.sweep(tmp_path)
     kept = ["0123456789ac", "0123456789ad", "0123456789ae", "fresh6789abc", "mine"]
     assert owned(tmp_path) == [f"stallbench-{name}" for name in kept]
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "huge", "deep", "garbage", "other study", "no text"])
 def test_a_marker_that_lies_protects_its_folder(tmp_path, kind):
-    folder = marked(tmp_path, "0123456789ab", machine=targets._machine(), pid=ended_pid())
-    marker = folder / targets.MARKER
+    folder = marked(tmp_path, "0123456789ab", machine=ownership.machine_id(), pid=ended_pid())
+    marker = folder / ownership.MARKER
     honest = marker.read_text()
     marker.unlink()
     if kind == "link":
@@ -286,9 +286,9 @@ def test_a_marker_that_lies_protects_its_folder(tmp_path, kind):
         lies = {"huge": honest + " " * 10_000, "deep": "[" * 4000, "garbage": "\x00{", "no text": "[null]"}
         marker.write_text(lies.get(kind, honest.replace("0123456789ab", "ffffffffffff")))
     os.utime(folder, (0, 0))
-    targets.sweep(tmp_path)
-    assert targets.left_overs(tmp_path) == []
-    assert not targets.clean(folder, include_foreign=True) and not targets.remove(folder)
+    ownership.sweep(tmp_path)
+    assert ownership.left_overs(tmp_path) == []
+    assert not ownership.clean(folder, include_foreign=True) and not ownership.remove(folder)
     assert os.path.lexists(marker)
 
 
@@ -296,8 +296,8 @@ def test_what_comes_into_an_unmarked_folder_at_the_last_moment_keeps_it(tmp_path
     folder = tmp_path / "stallbench-0123456789ab"
     folder.mkdir()
     (folder / "notes.txt").write_text("somebody's")
-    monkeypatch.setattr(targets, "_is_unmarked", lambda folder: True)
-    assert not targets.clean(folder)
+    monkeypatch.setattr(ownership, "_is_unmarked", lambda folder: True)
+    assert not ownership.clean(folder)
     assert (folder / "notes.txt").exists()
 
 
@@ -305,6 +305,8 @@ def test_two_studies_on_one_target_do_not_see_each_other(tmp_path):
     one = Target(name="t", location=str(tmp_path))
     with targets.claim(one, "0123456789ab-0") as first:
         with targets.claim(one, "0123456789ac-0") as second:
-            assert not any(left.removable for left in targets.left_overs(tmp_path))
-            assert not targets.clean(first, include_foreign=True) and not targets.clean(second, include_foreign=True)
+            assert not any(left.removable for left in ownership.left_overs(tmp_path))
+            assert not ownership.clean(first, include_foreign=True) and not ownership.clean(
+                second, include_foreign=True
+            )
         assert owned(tmp_path) == [first.name]

@@ -95,9 +95,24 @@ def block_means(
 
 
 def compared_with(study: Study) -> list[str]:
-    """Give the targets that the first is compared with: those that share a completed block in each condition."""
+    """Give the targets that the first is compared with: those that share a completed block in each condition.
+
+    A target whose server can't say when bytes are durable is compared with none.
+    """
     first, *others = study.targets
-    return [other for other in others if all(_shared(study, first, other, wait) for wait in waits_of_first(study))]
+    if never_durable(study, first):
+        return []
+    return [
+        other
+        for other in others
+        if not never_durable(study, other) and all(_shared(study, first, other, wait) for wait in waits_of_first(study))
+    ]
+
+
+def never_durable(study: Study, target: str) -> bool:
+    """Whether a target made saves, and none of them has a durable time."""
+    durable_s = study.events[study.events.target == target].durable_s
+    return len(durable_s) > 0 and bool(durable_s.isna().all())
 
 
 def _shared(study: Study, first: str, other: str, wait: str) -> set[int]:
@@ -243,8 +258,10 @@ def duration(wait_s: float, low_s: float = math.nan, high_s: float = math.nan, b
 
 def percent(share: float, low: float = math.nan, high: float = math.nan) -> str:
     """Write a share in percent with its interval; a bound that few blocks leave all but open is said as such."""
-    if low < OPEN_SHARE:
-        return f"{share * 100:.0f} % (below {OPEN_SHARE * 100:.0f} to {high * 100:.0f})"
+    if low < OPEN_SHARE or high > -OPEN_SHARE:
+        least = f"below {OPEN_SHARE * 100:.0f}" if low < OPEN_SHARE else f"{low * 100:.0f}"
+        most = f"above {-OPEN_SHARE * 100:.0f}" if high > -OPEN_SHARE else f"{high * 100:.0f}"
+        return f"{share * 100:.0f} % ({least} to {most})"
     return span_text(share * 100, low * 100, high * 100, "%")
 
 

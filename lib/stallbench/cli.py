@@ -74,7 +74,8 @@ def run(
     target: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=DIRECTORY or NAME=emulated:PROFILE; repeat it. The first is compared with each of the others. "
+            help="NAME=DIRECTORY, NAME=URL (s3://, sftp://) or NAME=emulated:PROFILE; repeat it. "
+            "The first is compared with each of the others. "
             "Default: this machine's disk, and an emulated HDD NAS."
         ),
     ] = None,

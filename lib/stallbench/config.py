@@ -1,7 +1,7 @@
 """What a user may ask for: every parameter of a trial and of a study, with its default, validated in one place."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -12,6 +12,8 @@ NOTEBOOKS = ROOT / "notebooks"
 RESULTS = ROOT / "results"
 EMULATED = "emulated:"
 LAB = "lab:"
+MANIFEST = "stallbench-manifest.json"  # says of a checkpoint that it is complete
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 DATA_SUFFIXES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 Wait = Literal["return", "durable"]
@@ -37,6 +39,7 @@ AS_SHIPPED = ("trainer", "model-only", "adapter-only")
 SNAPSHOTS = ("dcp-async", "dcp-async-process", "fast-async")  # keep a copy of the state in memory
 PAST_THE_CACHE = ("fast", "fast-async")  # write by direct I/O
 ASYNCHRONOUS = (*SNAPSHOTS, "staged")
+REMOTE = ("staged", "dcp", "torch", "safetensors")  # can write to a URL
 
 
 class ConfigError(ValueError):
@@ -73,15 +76,16 @@ def _one_line(error: ValidationError, cls: type[BaseModel]) -> str:
         return message
     if first["type"] == "missing":
         return f"{field} is missing; name it"
-    value = f"={first['input']!r}" if isinstance(first["input"], str | int | float) else ""
+    shown = isinstance(first["input"], str | int | float) and "://" not in str(first["input"])  # it may hold a secret
+    value = f"={first['input']!r}" if shown else ""
     return f"{field}{value} is refused: {message}"
 
 
 class Target(Request):
     """A named place that holds checkpoints and data.
 
-    ``location`` is a directory, ``emulated:PROFILE`` for an in-process emulated device, or ``lab:PROFILE`` for an
-    emulated one on real kernel I/O.
+    ``location`` is a directory, a URL that fsspec knows (``s3://bucket/prefix``, ``sftp://host/path``),
+    ``emulated:PROFILE`` for an in-process emulated device, or ``lab:PROFILE`` for one on real kernel I/O.
     """
 
     name: str
@@ -100,7 +104,12 @@ class Target(Request):
     @classmethod
     def _some_location(cls, location: str) -> str:
         if not location.strip():
-            raise ValueError("give a directory, emulated:PROFILE or lab:PROFILE")
+            raise ValueError("give a directory, a URL, emulated:PROFILE or lab:PROFILE")
+        url = _URL.fullmatch(location)
+        if url and (re.match(r"[^:]*:(?!\d+(/|$)).*@", url[2]) or re.search(r"[?#]", url[2])):
+            raise ValueError("a URL with a password or a signature; leave it to AWS_*, ~/.aws or the SSH agent")
+        if url and not url[2].strip("/"):
+            raise ValueError("name what lies behind the scheme, as in s3://bucket/prefix")
         return location
 
     @property
@@ -113,9 +122,32 @@ class Target(Request):
         """Whether the place is a lab's, which a study brings up and down."""
         return self.location.startswith(LAB)
 
+    @property
+    def scheme(self) -> str:
+        """The scheme of a URL; empty for anything else."""
+        url = _URL.fullmatch(self.location)
+        return url[1] if url else ""
+
+    @property
+    def remote(self) -> bool:
+        """Whether the place is a URL, which has no directory on this machine."""
+        return bool(self.scheme)
+
+    @property
+    def mounted(self) -> bool:
+        """Whether the place is a directory of the user's."""
+        return not (self.emulated or self.lab or self.remote)
+
+
+def _check_methods(targets: Iterable[Target], methods: Iterable[str]) -> None:
+    remote = [target.name for target in targets if target.remote]
+    unfit = [method for method in methods if method not in REMOTE]
+    if remote and unfit:
+        raise ValueError(f"method={unfit[0]!r} can't write to the URL of target {remote[0]}; use {', '.join(REMOTE)}")
+
 
 def parse_target(text: str) -> Target:
-    """Read ``NAME=DIRECTORY``, ``NAME=emulated:PROFILE`` or ``NAME=lab:PROFILE``.
+    """Read ``NAME=DIRECTORY``, ``NAME=URL``, ``NAME=emulated:PROFILE`` or ``NAME=lab:PROFILE``.
 
     Raises
     ------
@@ -228,7 +260,7 @@ class Workload(Request):
 class TrialPlace(Request):
     """Where one trial runs and where its results go: what every kind of trial names."""
 
-    target: str = Field("emulated:hdd-nas-1gbe", description="a directory, or emulated:PROFILE")
+    target: str = Field("emulated:hdd-nas-1gbe", description="a directory, a URL, or emulated:PROFILE")
     target_name: str = Field("target", description="how results call the target")
     seed: int = Field(0, ge=0, description="seed of weights, order and dropout")
     block: int = Field(0, ge=0, description="block of the study that the trial belongs to")
@@ -241,6 +273,16 @@ class TrialPlace(Request):
     @classmethod
     def _plain_target_name(cls, name: str) -> str:
         return Target._plain_name(name)
+
+    @field_validator("target")
+    @classmethod
+    def _some_target(cls, location: str) -> str:
+        return Target._some_location(location)
+
+    @model_validator(mode="after")
+    def _methods_fit(self) -> Self:
+        _check_methods([Target(name=self.target_name, location=self.target)], [self.method])
+        return self
 
     @classmethod
     def from_namespace(cls, namespace: Mapping[str, Any]) -> Self:
@@ -274,7 +316,7 @@ class StudyPlan(Request):
     waits: tuple[Wait, ...] = Field(("return", "durable"), min_length=1)
     blocks: int = Field(5, ge=1)
     seed: int = Field(0, ge=0)
-    control: bool = Field(False, description="allow the same directory twice: an A/A control")
+    control: bool = Field(False, description="allow the same place twice: an A/A control")
 
     @field_validator("targets")
     @classmethod
@@ -296,6 +338,7 @@ class StudyPlan(Request):
 
     @model_validator(mode="after")
     def _some_condition(self) -> Self:
+        _check_methods(self.targets, self.methods)
         idle = [method for method in self.methods if method not in {method for method, _ in self.conditions}]
         if idle:
             raise ValueError(

@@ -277,7 +277,8 @@ def running(profile: LabProfile, out: Callable[[str], object] = print, check: bo
     try:
         yield lab
     finally:
-        down(lab.lab_id)
+        with suppress(ConfigError):  # taken down already, as it held a trial for too long
+            down(lab.lab_id)
 
 
 def down(lab_id: str | None = None) -> list[str]:

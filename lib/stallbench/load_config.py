@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from stallbench.config import Method, Request, StudyConfig, StudyPlan, TrialPlace, Wait, absolute
+from stallbench.config import Method, Request, StudyConfig, StudyPlan, Target, TrialPlace, Wait, absolute
 
 # Saves that training waits for, by a method whose whole state can be written from a plain loop.
 LOAD_METHODS = ("torch", "safetensors", "dcp", "fast")
@@ -63,6 +63,14 @@ def _own_method(method: str) -> str:
     return method
 
 
+def _no_url(target: Target) -> None:
+    if target.remote:
+        raise ValueError(
+            f"target {target.name} is a URL, whose files no process here can read in place; a load study takes "
+            "directories, emulated:PROFILE and lab:PROFILE"
+        )
+
+
 class LoadTrialConfig(Load, TrialPlace):
     """One load trial on one target: the parameters of ``04_storage_under_load.ipynb``."""
 
@@ -73,6 +81,11 @@ class LoadTrialConfig(Load, TrialPlace):
     @classmethod
     def _known_method(cls, method: str) -> str:
         return _own_method(method)
+
+    @model_validator(mode="after")
+    def _in_place(self) -> Self:
+        _no_url(Target(name=self.target_name, location=self.target))
+        return self
 
     @property
     def places(self) -> list[tuple[str, str]]:
@@ -105,6 +118,12 @@ class LoadStudyConfig(Load, StudyPlan):
         if waits != ("durable",):
             raise ValueError("a load study waits until a save is durable; leave --wait out")
         return waits
+
+    @model_validator(mode="after")
+    def _in_place(self) -> Self:
+        for target in self.targets:
+            _no_url(target)
+        return self
 
     @property
     def places(self) -> list[tuple[str, str]]:

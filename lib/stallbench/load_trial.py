@@ -117,7 +117,7 @@ class LoadTrial(Trial):
         """Put some kinds of load on a place at once, for a phase's time and until two saves are done."""
         caches = {}
         if "read" in kinds:
-            caches = self._drop(place.dataset.small) if place is self._here else WARM
+            caches = self.workspace.drop(place.dataset.small) if place is self._here else WARM
         seconds, reads = self.config.phase_s, "read" in kinds
         opened = self._reader(self.config.read_batch, place).small(seconds, cold=True) if reads else nullcontext()
         with self._phase(name, caches) as span, ThreadPoolExecutor(2) as threads:
@@ -151,7 +151,7 @@ class LoadTrial(Trial):
         self._keep(name, "read", found.reads)
 
     def _shards(self, name: str) -> None:
-        caches = self._drop(self._here.dataset.folder / name)
+        caches = self.workspace.drop(self._here.dataset.folder / name)
         with self._phase(name, caches) as span:
             found = self._reader(self.config.read_batch, self._here).shards(name)
         span.start_s, span.end_s = (self.timeline.at(when_s) for when_s in (found.start_s, found.end_s))
@@ -193,7 +193,7 @@ class LoadTrial(Trial):
 
     def _feed(self, name: str, batch: int, step: Callable[[int], Any]) -> None:
         """Take batches and compute, from the second batch on until the time is over; the first one fills the pipe."""
-        caches = self._drop(self._here.dataset.small)
+        caches = self.workspace.drop(self._here.dataset.small)
         rows: list[tuple[float, float, float, int]] = []
         with (
             self._phase(name, caches) as span,
@@ -221,7 +221,7 @@ class LoadTrial(Trial):
         """Run 1, 2, 4 experiments at once on the target, sharing the dataset."""
         self.checks["neighbours"] = []
         for count in self.config.counts:
-            self._drop(self._here.dataset.small)
+            self.workspace.drop(self._here.dataset.small)
             self._beside(f"{count} at once", count, self._here)
         self._done.append("neighbours")
 
@@ -307,7 +307,7 @@ class LoadTrial(Trial):
 
         for number in range(self.config.iterations):
             part = self._iteration(number)
-            caches = self._drop(self._here.dataset.folder / "arrow")
+            caches = self.workspace.drop(self._here.dataset.folder / "arrow")
             with part("reload", **caches):
                 self.workspace.charge_read(self._here.dataset.arrow)
                 texts = workload.reload_texts(self._here.dataset.arrow)
@@ -321,7 +321,7 @@ class LoadTrial(Trial):
                 self._here.saver.save()
             saved = digest(self._session.state())
             self._session.step(0)  # so that only a restore can bring the saved state back
-            caches = self._drop(self._here.saver.newest)
+            caches = self.workspace.drop(self._here.saver.newest)
             with part("restore", **caches):
                 self.workspace.charge_read(list(self._here.saver.newest.iterdir()))
                 self._here.saver.restore()

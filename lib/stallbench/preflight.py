@@ -9,7 +9,7 @@ from statistics import median
 from uuid import uuid4
 
 from stallbench import probe as prober
-from stallbench import targets
+from stallbench import remote, targets
 from stallbench.config import EMULATED, ConfigError, Target
 from stallbench.spans import Timeline
 from stallbench.storage import classify, device_below, mount_of
@@ -86,10 +86,12 @@ def examine(target: Target, probe: bool) -> Facts:
             target.name, "emulated", f"emulated {target.location.removeprefix(EMULATED)}: its time is computed",
             "certain", "emulated", durable_by="the emulated device's acknowledgement", probed=own_limits,
         )  # fmt: skip
-    if "://" in target.location:
+    if target.remote:
+        sftp = target.scheme in remote.SFTP
+        durable_by = "the server's fsync, where it offers one" if sftp else "the store's acknowledgement"
         return Facts(
-            target.name, "url", f"remote, {target.location.partition('://')[0]}://, medium unknown", "certain",
-            where="network", durable_by="the server's acknowledgement", probed="no: a remote target",
+            target.name, "url", f"remote, {target.scheme}://, medium unknown", "certain",
+            where="network", durable_by=durable_by, probed="no: a remote target",
         )  # fmt: skip
     if target.lab:
         return Facts(
@@ -226,7 +228,7 @@ def _probe_lines(facts: Facts) -> list[str]:
     fall = "too slow to tell whether it falls"
     if facts.fell is not None:
         fall = f"{_rate(facts.first_bytes_per_s)} at first, {_rate(facts.last_bytes_per_s)} at last"
-        fall += ": IT FELL" if facts.fell else ": no fall within 64 MiB, which a long save may still meet"
+        fall += ": IT FELL" if facts.fell else ": no fall beyond its own spread within 64 MiB"
     return [
         f"  probed: write {_rate(facts.write_bytes_per_s)}, buffered with fsync {_rate(facts.buffered_bytes_per_s)}, "
         f"read {_rate(facts.read_bytes_per_s)}, random 4 KiB read {random}, "

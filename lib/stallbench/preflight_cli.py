@@ -7,7 +7,7 @@ import typer
 from stallbench.config import DEFAULT_DISK, DEFAULT_TARGETS, ConfigError, Target, parse_target
 
 if TYPE_CHECKING:
-    from stallbench.targets import LeftOver
+    from stallbench.ownership import LeftOver
 
 REFUSED = 2
 
@@ -53,20 +53,20 @@ def clean(
     ] = False,
 ) -> None:
     """List what killed studies left on targets, and remove what nobody can be using."""
-    from stallbench import targets
+    from stallbench import ownership, targets
 
     try:
-        roots = [(target, targets.directory(target)) for target in _parsed(places) if "://" not in target.location]
+        roots = [(target, targets.directory(target)) for target in _parsed(places) if target.mounted]
     except ConfigError as error:
         raise _refuse(error) from None
     ready = False
     for target, root in roots:
-        for left in targets.left_overs(root):
+        for left in ownership.left_overs(root):
             words = _words(left)
             if left.removable or (left.state == "elsewhere" and include_foreign):
                 ready = True
                 if yes:
-                    words += ": removed" if targets.clean(left.folder, include_foreign) else ": NOT removed"
+                    words += ": removed" if ownership.clean(left.folder, include_foreign) else ": NOT removed"
             typer.echo(f"{target.name}: {left.folder.name}, {words}")
     if ready and not yes:
         typer.echo("Nothing was removed; add --yes.")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from stallbench import analysis, matrix, trust
-from stallbench.analysis import MEASURES, Comparison, compare, compared_with, condition, percent, seconds
+from stallbench.analysis import MEASURES, Comparison, compare, compared_with, condition, never_durable, percent, seconds
 from stallbench.config import METHODS
 from stallbench.models import ARTICLE_FAST_S, ARTICLE_SLOW_S, Schedule, worked_example
 from stallbench.results import Study
@@ -96,6 +96,13 @@ def warnings(study: Study) -> Iterator[str]:
             )
         if study.storage(target)["medium"] == "memory":
             yield f"{target} is a memory file system: its figures are memory's, not storage's. Name a disk's directory."
+        if study.remote(target):
+            yield (
+                f"{target} is a URL: checkpoints and reloads of the data cross the network, but training reads a local "
+                "copy, so that its steps say nothing of that storage."
+            )
+        if never_durable(study, target):
+            yield f"{target}: its server can't say when bytes are durable; that is unknown, and nothing is compared."
     for row in study.trials[study.trials.status == "failed"].itertuples():
         again = "its block was run again" if row.superseded else "the same command tries its block again"
         yield f"Trial {row.trial} failed and counts nowhere: {row.reason}; {again}."
@@ -107,12 +114,10 @@ def warnings(study: Study) -> Iterator[str]:
             f"warmup_saves={study.request['warmup_saves']}: the counted saves include some before the first deletion, "
             f"which touch fresh memory. Use --set warmup_saves={study.request['keep'] + 1}."
         )
-    for hidden in trust.hidden_by_noise(study):
-        yield hidden.words
+    yield from (hidden.words for hidden in trust.hidden_by_noise(study))
     if not compared_with(study) and len(study.targets) > 1:
-        yield "No two targets completed a block together, so nothing is compared."
-    unknown = study.restores[study.restores.cache_data != "cold"].target.unique()
-    for target in unknown:
+        yield "No two targets completed a block together with known times, so nothing is compared."
+    for target in study.restores[study.restores.cache_data != "cold"].target.unique():
         yield f"{target}: the restored files could not be shown to be out of the page cache; its restore may be warm."
 
 

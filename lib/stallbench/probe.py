@@ -80,7 +80,8 @@ def raw_limits(workspace: Workspace, timeline: Timeline) -> None:
     makes small files durable (write, fsync, rename, fsync of the folder): their ``files`` is the number of requests.
     A span of fio is as long as fio says, so that its start-up doesn't count. No pattern starts a request after
     ``LIMIT_S``; where the path has no O_DIRECT (macOS, some memory file systems), only the last two are recorded.
-    Nothing is probed on an emulated device: its limit is what its profile states.
+    Nothing is probed on an emulated device: its limit is what its profile states. On a URL one plain PUT and GET of
+    64 MiB are ``raw_write`` and ``raw_read``, with the part ``fsspec``.
 
     Raises
     ------
@@ -88,6 +89,11 @@ def raw_limits(workspace: Workspace, timeline: Timeline) -> None:
         If the path fails, for example ENOSPC.
     """
     if workspace.device is not None:
+        return
+    if workspace.store is not None:
+        for kind, start_s, end_s, size_bytes in workspace.store.transfers(workspace.folder):
+            span = timeline.begin(kind, part="fsspec", size_bytes=size_bytes, files=1)
+            span.start_s, span.end_s = timeline.at(start_s), timeline.at(end_s)
         return
     workspace.require_present()  # fio would make a missing folder
     found = [(pattern.kind, pattern.random, measured) for pattern, measured in _run(workspace.folder, _best)]

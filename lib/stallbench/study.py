@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,8 @@ from stallbench.results import (
     trial_id,
     write_json,
 )
+
+LAB_GRACE_S = 20.0  # in which a trial at its time limit may end by itself
 
 # The model's and the data's names may be paths, redacted by where one stands; their fingerprint is compared.
 _NOT_COMPARED = {"created_utc", "command", "model", "dataset"}
@@ -101,13 +104,12 @@ def _request(config: AnyStudy, study_id: str, show_paths: bool) -> dict[str, Any
     """Give the resolved request; a target's path stands in it as a salted fingerprint, enough to recognise it."""
     places = []
     for target in config.targets:
-        made = target.emulated or target.lab
-        path = target.location if made else os.path.realpath(targets.directory(target))
+        path = os.path.realpath(targets.directory(target)) if target.mounted else target.location
         place = {
             "name": target.name,
             "storage": targets.storage_of(target),
             "fingerprint": _fingerprint(study_id, path),
-            "device": _fingerprint(study_id, path if made else str(os.stat(path).st_dev)),
+            "device": _fingerprint(study_id, str(os.stat(path).st_dev) if target.mounted else path),
         }
         places.append(place | ({"path": path} if show_paths else {}))
     return {
@@ -127,9 +129,13 @@ def _fingerprint(study_id: str, path: str) -> str:
     return hashlib.sha256(f"{study_id}{path}".encode()).hexdigest()[:16]
 
 
+def _forms(target: Target) -> tuple[str | Path, ...]:
+    return (target.location,) if target.remote else (target.location, targets.directory(target))
+
+
 def _redactor(config: AnyStudy, show_paths: bool, labs: Sequence[Target] = ()) -> Redactor:
-    places = [target for target in config.targets if not (target.emulated or target.lab)]
-    paths = [(target.name, path) for target in places for path in (target.location, targets.directory(target))]
+    places = [target for target in config.targets if target.mounted or target.remote]
+    paths = [(target.name, path) for target in places for path in _forms(target)]
     paths += [(name, path) for name, path in config.places if path.startswith("/")]
     paths += [(target.name, target.location) for target in labs]
     return Redactor(paths, show_paths)
@@ -196,8 +202,10 @@ def _run_missing(config: AnyStudy, folder: Path, on_trial: OnTrial, show_paths: 
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stallbench-")))
         stack.enter_context(kernel_environment(scratch))
         labs_up = stack.enter_context(ExitStack())
-        places = [_located(target, labs_up) for target in config.targets]
-        labs = [place for place, target in zip(places, config.targets, strict=True) if target.lab]
+        built = {target.name: _lab_of(target, labs_up) for target in config.targets if target.lab}
+        labs = [Target(name=name, location=str(made.mountpoint)) for name, made in built.items()]
+        at = {place.name: place for place in labs}
+        places = [at.get(target.name, target) for target in config.targets]
         redactor = _redactor(config, show_paths, labs)
         claims: dict[str, Path] = {}
         for index, target in enumerate(places):
@@ -206,9 +214,10 @@ def _run_missing(config: AnyStudy, folder: Path, on_trial: OnTrial, show_paths: 
         for attempt, trials in todo:
             for planned in trials:
                 start_s = time.monotonic()
-                reason = _run_trial(
-                    config, folder, planned, attempt, claims[planned.target.name], scratch, redactor, show_paths
-                )
+                with _deadline(built.get(planned.target.name), config.trial_limit_s):
+                    reason = _run_trial(
+                        config, folder, planned, attempt, claims[planned.target.name], scratch, redactor, show_paths
+                    )
                 done += 1
                 succeeded = succeeded and not reason
                 left_s = (time.monotonic() - began_s) / done * (total - done)
@@ -216,12 +225,25 @@ def _run_missing(config: AnyStudy, folder: Path, on_trial: OnTrial, show_paths: 
     return succeeded
 
 
-def _located(target: Target, stack: ExitStack) -> Target:
-    """Give a target as the trials see it: a lab is brought up, and is a directory until the stack is closed."""
-    if not target.lab:
-        return target
-    made = stack.enter_context(lab.running(lab_profile.parse(target.location), out=lambda line: None))
-    return Target(name=target.name, location=str(made.mountpoint))
+def _lab_of(target: Target, stack: ExitStack) -> lab.Lab:
+    """Bring a target's lab up, until the stack is closed; to the trials it is a directory."""
+    return stack.enter_context(lab.running(lab_profile.parse(target.location), out=lambda line: None))
+
+
+@contextmanager
+def _deadline(made: lab.Lab | None, limit_s: float) -> Iterator[None]:
+    """Take a lab down that holds a trial past its time limit: what waits for its device can't be killed before."""
+    if made is None:
+        yield
+        return
+    timer = threading.Timer(limit_s + LAB_GRACE_S, lab.down, [made.lab_id])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # it may be at work, and what follows would get in its way
 
 
 def _missing(config: AnyStudy, folder: Path) -> list[tuple[int, list[PlannedTrial]]]:
@@ -252,7 +274,7 @@ def _run_trial(
     out = folder / "trials" / name
     out.mkdir()
     parameters = config.model_dump(include=set(config.shared.model_fields)) | {
-        "target": planned.target.location if planned.target.emulated else str(owned.parent),
+        "target": planned.target.location if planned.target.emulated or planned.target.remote else str(owned.parent),
         "target_name": planned.target.name,
         "method": planned.method,
         "wait": planned.wait,

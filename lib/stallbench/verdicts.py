@@ -32,7 +32,7 @@ from stallbench.load_verdicts import JUDGED_UNDER_LOAD
 from stallbench.matrix import beside_saves, given_back
 from stallbench.models import Schedule, worked_example
 from stallbench.results import STUDY, Study, load_study
-from stallbench.stats import mean_interval
+from stallbench.stats import Interval, mean_interval
 
 # Claim 1.2: "about 25 %".
 CLAIMED_TIME_SAVED, CLAIM_LOW, CLAIM_HIGH = 0.25, 0.15, 0.35
@@ -53,6 +53,10 @@ def _training_phase(study: Study, other: str) -> Judgement:
         figure += " The emulated device charges a step's data reads only; any other difference is this machine's."
     elif study.emulated(other):
         figure += " The lab's device is served by this machine's own cores, which training shares."
+    if study.methods[0] in ASYNCHRONOUS:
+        figure += f" Steps beside a save by {study.methods[0]} are among them."
+    if study.remote(study.targets[0]) or study.remote(other):
+        return Judgement(NOT_TESTED, f"Training reads a local copy where a target is a URL. {figure}")
     return on_this_storage(study, other, _agreed(verdicts), figure)
 
 
@@ -65,7 +69,7 @@ def _save_time(study: Study, other: str) -> Judgement:
     for measure, words in (("returned_s", "returned"), ("durable_s", "durable")):
         one = compare(study, measure, other)
         verdicts.append(within(one.ratio.time_saved_low, one.ratio.time_saved_high, CLAIM_LOW, CLAIM_HIGH))
-        figures.append(f"{words}: {_saved(one)} less time")
+        figures.append(f"{words}: {_less(one)} time")
     figure = "; ".join(figures) + f". {storage_for_claim(study, other)}"
     return on_this_storage(study, other, _agreed(verdicts), figure)
 
@@ -73,6 +77,20 @@ def _save_time(study: Study, other: str) -> Judgement:
 def _saved(one: Comparison) -> str:
     ratio = one.ratio
     return percent(ratio.time_saved, ratio.time_saved_low, ratio.time_saved_high)
+
+
+def _less(one: Comparison) -> str:
+    """Say by how much the first takes less, or more, time than the other."""
+    ratio = one.ratio
+    if ratio.time_saved < 0:
+        return f"{percent(-ratio.time_saved, -ratio.time_saved_high, -ratio.time_saved_low)} more"
+    return f"{_saved(one)} less"
+
+
+def _total(saved: Interval, saves: int) -> str:
+    if saved.mean < 0:
+        return f"take {duration(-saved.mean * saves, -saved.high * saves, -saved.low * saves)} more"
+    return f"save {duration(saved.mean * saves, saved.low * saves, saved.high * saves)}"
 
 
 def storage_for_claim(study: Study, other: str) -> str:
@@ -111,7 +129,7 @@ def _worked_example(study: Study, other: str) -> Judgement:
 
 def _restore(study: Study, other: str) -> Judgement:
     one = compare(study, "restore_s", other)
-    figure = f"{one.fast}: {seconds(one.fast_s)}; {one.slow}: {seconds(one.slow_s)}; {_saved(one)} less time."
+    figure = f"{one.fast}: {seconds(one.fast_s)}; {one.slow}: {seconds(one.slow_s)}; {_less(one)} time."
     own = study.restores[study.restores.target.isin([one.fast, one.slow])]
     states = set(own.cache_data)
     if states != {"cold"} or "warm" in set(own.cache_server):
@@ -228,7 +246,11 @@ def _description(study: Study) -> str:
         for target in study.targets
         if len(means := block_means(study, "durable_s", target))
     ]
-    alone = "there is one target" if len(study.targets) == 1 else "no two targets completed a block together"
+    alone = (
+        "there is one target"
+        if len(study.targets) == 1
+        else "no two targets completed a block together with known times"
+    )
     return " ".join([*parts, f"Nothing is compared: {alone}."])
 
 
@@ -246,9 +268,9 @@ def _comparison_sentences(study: Study, other: str) -> str:
     words = (
         f"With wait={durable.wait}, a checkpoint is durable after {seconds(durable.fast_s)} on "
         f"{called(study, durable.fast)} and after {seconds(durable.slow_s)} on {called(study, other)}: "
-        f"{_saved(durable)} less time. With wait={returned.wait}, the save call returns after "
-        f"{seconds(returned.fast_s)} against {seconds(returned.slow_s)}: {_saved(returned)} less. "
-        f"{n} saves in 8 hours would save {duration(saved.mean * n, saved.low * n, saved.high * n)} a run."
+        f"{_less(durable)} time. With wait={returned.wait}, the save call returns after "
+        f"{seconds(returned.fast_s)} against {seconds(returned.slow_s)}: {_less(returned)}. "
+        f"{n} saves in 8 hours would {_total(saved, n)} a run."
     )
     words += _better_save(study, other)
     if study.emulated(other) or study.emulated(durable.fast):
@@ -263,7 +285,7 @@ def _better_save(study: Study, other: str) -> str:
         return ""
     return (
         f" On {other} as it is, a save by {found.better} holds training up for {seconds(found.software.fast_s)} "
-        f"instead of {seconds(found.software.slow_s)}: {_saved(found.software)} less"
+        f"instead of {seconds(found.software.slow_s)}: {_less(found.software)}"
         f"{moved_words(study, other, found.better)}."
     )
 

@@ -1,5 +1,6 @@
 """One save after the other, by any method: what training waits for, what runs beside it, and when it is durable."""
 
+import math
 import shutil
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -69,13 +70,14 @@ class Checkpointer:
         self._workspace, self._keep, self._guard, self._on_durable = workspace, keep, guard, on_durable
         self._local = local
         self._rename = workspace.storage.file_system not in commit.NO_RENAME
-        self._writer = make_writer(method, local)
+        self._writer = make_writer(method, local, workspace.store)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
         self._has_buffers, self._free_bytes = False, 0
         for folder in (parent, local):
             folder.mkdir(parents=True, exist_ok=True)
         commit.recover(parent)
+        workspace.recover(parent)
 
     def save(
         self, step: int, capture: Callable[[], Any], write_files: Callable[[Path], None], warmup: bool = False
@@ -120,14 +122,14 @@ class Checkpointer:
             self._pending = self._background.submit(finish)
 
     def _phase(self, save: Span, kind: str, part: str = "") -> AbstractContextManager[Span]:
-        """Open a phase; bytes that go to an emulated device are first written to memory, which is no device's time."""
-        if kind == "write" and part != "local" and self._workspace.device is not None:
+        """Open a phase; buffered bytes are first written to memory, which is no device's time."""
+        if kind == "write" and part not in ("local", "store") and self._workspace.buffered:
             kind = "serialize"
         return self.timeline.span(kind, part=part, step=save.step, parent=save.id, warmup=save.warmup)
 
     def _charge(self, save: Span, folder: Path) -> float | None:
-        """Charge an emulated device with the files; gives the time at which it has them on its disk."""
-        if self._workspace.device is None:
+        """Charge an emulated device with the files, or send them to the store; gives when they are durable."""
+        if not self._workspace.buffered:
             return None
         commit.write_manifest(folder, self.method, save.step)
         with self.timeline.span("write", step=save.step, parent=save.id, warmup=save.warmup):
@@ -145,8 +147,10 @@ class Checkpointer:
                     commit.make_durable(folder, self.method, save.step, self._rename)
                 else:
                     wait_until(durable_s)
-            with self._phase(save, "commit"):
+            with self._phase(save, "commit") as committed:
                 commit.publish(folder, final)
+            if durable_s is not None and math.isnan(durable_s):
+                committed.end_s = math.nan  # the server can't say when, and no figure may
         save.size_bytes, save.files = tree_size(final)
         self._on_durable(save.step)
         if self.wait_rule == "return":
@@ -163,6 +167,7 @@ class Checkpointer:
         except BaseException as error:
             for link in chain(error):  # else a library's writer keeps its file open, and the room
                 traceback.clear_frames(link.__traceback__)
+            self._workspace.forget(folder)
             shutil.rmtree(folder, ignore_errors=True)
             needed_bytes = needed if isinstance(needed, int) else size_bytes(needed)
             full = self._full(error, needed_bytes)
@@ -203,6 +208,7 @@ class Checkpointer:
         for folder in others[: max(0, len(others) - self._keep + 1)]:
             bytes_, files = tree_size(folder)
             with self.timeline.span("delete", step=step, size_bytes=bytes_, files=files):
+                self._workspace.forget(folder)
                 commit.discard(folder, self._rename)
 
     @property

@@ -7,14 +7,14 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from stallbench.config import MANIFEST
 from stallbench.pagecache import files_below, sync_file, sync_tree
 
-MANIFEST = "stallbench-manifest.json"
 _FINAL = re.compile(r"checkpoint-(\d+)")
 _PARTIAL, _REPLACED = ".stallbench-partial", ".stallbench-replaced"
 _OURS = re.compile(r"\.(checkpoint-\d+)\.stallbench-(partial|replaced)")
 # FUSE file systems over object stores: a folder is renamed there by copying each object.
-NO_RENAME = {"fuse.s3fs", "fuse.goofys", "fuse.geesefs", "fuse.rclone", "fuse.gcsfuse", "fuse.mountpoint-s3"}
+NO_RENAME = {"fsspec", "fuse.s3fs", "fuse.goofys", "fuse.geesefs", "fuse.rclone", "fuse.gcsfuse", "fuse.mountpoint-s3"}
 
 
 def final_folder(parent: Path, step: int) -> Path:

@@ -14,6 +14,7 @@ import torch
 from stallbench.checkpointing import direct
 from stallbench.checkpointing.state import Tensors
 from stallbench.pagecache import sync_tree
+from stallbench.remote import Store
 
 # Opens a phase of a save: its kind, and which part of it.
 Phase = Callable[..., AbstractContextManager[Any]]
@@ -66,6 +67,27 @@ def _apart(tensors: Tensors) -> Tensors:
         apart[name] = tensor.contiguous() if memory not in memories else tensor.clone().contiguous()
         memories.add(memory)
     return apart
+
+
+class DCPStoreWriter(Writer):
+    """``torch.distributed.checkpoint`` through its own fsspec writer, straight to a store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def begin(self, tensors: Tensors, folder: Path, phase: Phase) -> None:
+        """Write all; serialising and sending can't be told apart."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecWriter
+
+        writer = FsspecWriter("memory://", sync_files=False)
+        writer.fs = FileSystem()  # the store's own connection, with its settings
+        writer.fs.fs, writer.path = self._store.fs, self._store.key(folder)
+        self._store.make_folder(folder)
+        _quiet()
+        with phase("write", "store"):
+            dcp.save(tensors, storage_writer=writer, no_dist=True)
+        self._store.adopt(folder)
 
 
 class DCPWriter(Writer):
@@ -214,12 +236,12 @@ class FastAsyncWriter(FastWriter):
         return finish
 
 
-def make_writer(method: str, local: Path) -> Writer:
+def make_writer(method: str, local: Path, store: Store | None = None) -> Writer:
     """Make the writer of a method's name (``config.METHODS``, but for the Trainer's own); ``local`` is for staging."""
     makers: dict[str, Callable[[], Writer]] = {
         "torch": TorchWriter,
         "safetensors": SafetensorsWriter,
-        "dcp": DCPWriter,
+        "dcp": lambda: DCPStoreWriter(store) if store else DCPWriter(),
         "dcp-async": lambda: DCPAsyncWriter(process=False),
         "dcp-async-process": lambda: DCPAsyncWriter(process=True),
         "staged": lambda: StagedWriter(local),
