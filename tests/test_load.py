@@ -247,6 +247,13 @@ def test_a_file_that_vanishes_fails_the_trial_with_one_line_and_harms_nothing_el
     before = contents(place)
     one = trial(place, tmp_path / "out", tiny_model)
     one.put_data()
+    spans = []
+    for stay in ([], one._here.dataset.paths):
+        with one._cold_reads("a phase", one._here) as span:
+            spans.append(span)
+            for path in stay:
+                Path(path).read_bytes()
+    assert [span.cache_data for span in spans] == ["cold", "warm"]  # what stays in memory isn't called cold
     for path in one._here.dataset.paths[:20]:
         Path(path).unlink()
     with pytest.raises((reading.ReadError, OSError)):

@@ -23,7 +23,7 @@ ORDER = (
     "recording", "training", "controls", "results", "trial", "load_work", "load_trial", "environment", "execute",
     "study", "attach",
     "stats", "models", "validation", "analysis", "matrix", "trust", "load_analysis", "judging", "load_verdicts",
-    "verdicts", "plots", "load_plots", "tables", "present", "load_present", "proofs",
+    "verdicts", "plots", "tables", "load_plots", "present", "load_present", "proofs",
     "report", "bench", "race", "load_bench", "calibration", "volatile_disk", "powercut", "torture",
     "lab_cli", "cli", "__main__",
 )  # fmt: skip
@@ -34,7 +34,7 @@ MEASURING = {
 }  # fmt: skip
 ANALYSING = {
     "stats", "models", "validation", "analysis", "matrix", "trust", "load_analysis", "judging", "load_verdicts",
-    "verdicts", "plots", "load_plots", "tables", "present", "load_present", "proofs",
+    "verdicts", "plots", "tables", "load_plots", "present", "load_present", "proofs",
 }  # fmt: skip
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

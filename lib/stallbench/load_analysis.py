@@ -16,7 +16,8 @@ from stallbench.stats import Interval, PairedRatio, mean_interval, paired_ratio
 ALONE = {"read": "cold reads", "save": "saves", "log": "log"}
 TOGETHER = "together"
 MEMORY = ", memory"
-READS = ("cold reads", "warm reads", "arrow", "tar")
+PERCENTILES = (0.5, 0.95, 0.99)
+LEAST_BEYOND = 5  # reads beyond a percentile, or it is one read's chance
 LOOP = ("reload", "process", "train", "evaluate", "save", "restore")
 STORAGE_PARTS = ("reload", "save", "restore")
 DAY_S = 86_400
@@ -30,7 +31,8 @@ class Interference:
     """How much longer one kind of load takes on a target when all kinds run at once.
 
     ``factor`` is together / alone, ``memory`` the same on the memory file system (None where there was none), and
-    ``storage`` the one over the other: what the target adds.
+    ``storage`` the one over the other: what the target adds at least. In memory all goes as fast as the processor can,
+    so that it is shared there more than beside a slow target.
     """
 
     target: str
@@ -86,17 +88,30 @@ def _first_pass(study: Study, target: str, phase: str) -> pd.DataFrame:
 
 
 def quantiles(study: Study, target: str, phase: str) -> pd.DataFrame:
-    """Give the 50th, 95th and 99th percentile of a phase's reads in seconds: a row a block, a column a percentile."""
-    return _first_pass(study, target, phase).groupby("block").latency_s.quantile([0.5, 0.95, 0.99]).unstack()
+    """Give the 50th, 95th and 99th percentile of a phase's reads in seconds: a row a block, a column a percentile.
+
+    NaN in all blocks where one of them has fewer than ``LEAST_BEYOND`` reads beyond the percentile.
+    """
+    reads = _first_pass(study, target, phase)
+    found = reads.groupby("block").latency_s.quantile(list(PERCENTILES)).unstack()
+    fewest = reads.groupby("block").stands_for.sum().min()
+    found[[one for one in found.columns if fewest * (1 - one) < LEAST_BEYOND]] = math.nan
+    return found
 
 
 def rates(study: Study, target: str, phase: str) -> pd.DataFrame:
-    """Give what a phase read in a second, indexed by block: ``samples_per_s`` and ``bytes_per_s`` of the samples."""
+    """Give what a phase read in a second, indexed by block: ``samples_per_s`` and ``bytes_per_s`` of the samples.
+
+    The sum of the workers' own rates, each from its first read to the end of its last one: one that still reads when
+    another has ended, or whose last batch went unrecorded, makes none of them look slower.
+    """
     reads = _first_pass(study, target, phase)
-    reads = reads.assign(end_s=reads.start_s + reads.latency_s)
-    sums = reads.groupby("block").agg({"start_s": "min", "end_s": "max", "size_bytes": "sum", "kind": "size"})
-    seconds = sums.end_s - sums.start_s
-    return pd.DataFrame({"samples_per_s": sums.kind / seconds, "bytes_per_s": sums.size_bytes / seconds})
+    size_bytes = reads.size_bytes * reads.stands_for
+    reads = reads.assign(end_s=reads.start_s + reads.latency_s, size_bytes=size_bytes)
+    own = reads.groupby(["block", "worker"])
+    sums = own.agg({"start_s": "min", "end_s": "max", "size_bytes": "sum", "stands_for": "sum"})
+    rate = sums[["stands_for", "size_bytes"]].div(sums.end_s - sums.start_s, axis=0).groupby("block").sum()
+    return rate.set_axis(["samples_per_s", "bytes_per_s"], axis=1)
 
 
 def making(study: Study, target: str) -> float:
@@ -105,7 +120,7 @@ def making(study: Study, target: str) -> float:
     return float(spans.files.sum() / spans.duration_s.sum()) if len(spans) else math.nan
 
 
-def interference(study: Study, target: str) -> list[Interference]:
+def interference(study: Study, target: str, confidence: float = 0.95) -> list[Interference]:
     """Compare each kind of load together with alone, on a target and in memory, paired by block."""
     found = []
     for kind, alone in ALONE.items():
@@ -119,9 +134,9 @@ def interference(study: Study, target: str) -> list[Interference]:
             Interference(
                 target,
                 kind,
-                paired_ratio(here, one),
-                paired_ratio(memory, pd.Series(1.0, index=memory.index)) if len(memory) else None,
-                paired_ratio(here[shared], memory[shared]) if len(shared) else None,
+                paired_ratio(here, one, confidence),
+                paired_ratio(memory, pd.Series(1.0, index=memory.index), confidence) if len(memory) else None,
+                paired_ratio(here[shared], memory[shared], confidence) if len(shared) else None,
                 len(_of(study.load, target, TOGETHER, kind)),
             )
         )
@@ -148,7 +163,7 @@ def _like_with_like(together: pd.DataFrame, alone: pd.DataFrame) -> list[pd.Data
 def fed(study: Study, target: str) -> list[Fed]:
     """Give the utilisation of each accelerator that a target fed, the most demanding first, the real model last."""
     trials = study.counted[study.counted.target == target].trial
-    stated = {one["name"]: one for one in study.details[trials.iloc[0]]["accelerators"]}
+    stated = {one["name"]: one for trial in trials for one in study.details[trial]["accelerators"]}
     events = study.load[study.load.target == target]
     found = []
     for name in dict.fromkeys(events[events.kind == "compute"].phase):
@@ -159,12 +174,12 @@ def fed(study: Study, target: str) -> list[Fed]:
         demand_per_s = one["batch"] / one["step_s"] if one else math.nan
         use = mean_interval(computed_s / seconds.sum(axis=1))
         found.append(Fed(target, name, one["step_s"] if one else math.nan, demand_per_s, use))
-    return sorted(found, key=lambda each: (math.isnan(each.step_s), each.step_s))
+    return sorted(found, key=lambda each: (math.isnan(each.demand_per_s), -each.demand_per_s))
 
 
 def pace(study: Study, target: str, experiments: int, memory: bool = False) -> pd.Series:
-    """Give the mean step of experiments at once, with its wait for data, in seconds by block; lost ones left out."""
-    waits = _of(study.load, target, phase_name(experiments, memory), "wait")
+    """Give the mean step of experiments at once, with its wait for data, in seconds by block."""
+    waits = _side_by_side(study, target, experiments, memory, "wait")
     step_s = {trial: study.details[trial]["config"]["neighbour_step_s"] for trial in waits.trial.unique()}
     return (waits.latency_s + waits.trial.map(step_s).astype(float)).groupby(waits.block).mean()
 
@@ -179,18 +194,32 @@ def lost_time(study: Study, target: str, experiments: int) -> pd.Series:
 
     The waits are those of ``STEPS_OF_LOSS`` steps, so that numbers and targets compare.
     """
-    phase = phase_name(experiments)
-    waits, saves = (_of(study.load, target, phase, kind).groupby("block").latency_s.mean() for kind in ("wait", "save"))
+    waits, saves = (
+        _side_by_side(study, target, experiments, False, kind).groupby("block").latency_s.mean()
+        for kind in ("wait", "save")
+    )
     return (waits * STEPS_OF_LOSS + saves) * experiments
+
+
+def _side_by_side(study: Study, target: str, experiments: int, memory: bool, kind: str) -> pd.DataFrame:
+    """Give the events of experiments at once, of blocks that lost none: the others had more of the target."""
+    events = _of(study.load, target, phase_name(experiments, memory), kind)
+    return events[events.block.isin(_whole_blocks(study, target, experiments, memory))]
 
 
 def counts(study: Study, target: str) -> list[int]:
     """Give the numbers of experiments at once of which all ran to their end in some block, fewest first."""
     outcomes = _outcomes(study, target)
-    if outcomes.empty:
-        return []
-    whole = outcomes[(outcomes.beside_lost == 0) & ~outcomes.memory]
-    return sorted(int(count) for count in whole.experiments.unique())
+    tried = sorted(outcomes.experiments.unique().tolist()) if len(outcomes) else []
+    return [count for count in tried if len(_whole_blocks(study, target, count, memory=False))]
+
+
+def _whole_blocks(study: Study, target: str, experiments: int, memory: bool) -> pd.Series:
+    """Give the blocks in which all of some experiments at once ran to their end."""
+    own = _outcomes(study, target)
+    if own.empty:
+        return pd.Series(dtype=int)
+    return own[(own.experiments == experiments) & (own.memory == memory) & (own.beside_lost == 0)].block
 
 
 def _outcomes(study: Study, target: str) -> pd.DataFrame:
@@ -210,10 +239,8 @@ def neighbours(study: Study, target: str) -> list[Neighbours]:
         lost = int((own.lost != "").sum())
         if whole.empty:
             continue
-        phase, blocks = phase_name(count, memory), whole.block.unique()
-        events = study.load[(study.load.target == target) & (study.load.phase == phase) & study.load.block.isin(blocks)]
-        waits = events[events.kind == "wait"]
-        step_s = pace(study, target, count, memory)[blocks]
+        waits, saves = (_side_by_side(study, target, count, memory, kind) for kind in ("wait", "save"))
+        step_s = pace(study, target, count, memory)
         batch = whole.samples.sum() / len(waits)
         found.append(
             Neighbours(
@@ -223,7 +250,7 @@ def neighbours(study: Study, target: str) -> list[Neighbours]:
                 mean_interval(count * batch / step_s),
                 mean_interval(step_s),
                 mean_interval(waits.groupby("block").latency_s.mean() / step_s),
-                mean_interval(events[events.kind == "save"].groupby("block").latency_s.mean()),
+                mean_interval(saves.groupby("block").latency_s.mean()),
                 float(whole.groupby("block").samples.agg(jain).mean()),
                 lost,
             )
@@ -240,20 +267,19 @@ def jain(shares: pd.Series) -> float:
     return float(shares.sum() ** 2 / (len(shares) * total)) if total else math.nan
 
 
+def kept_pace(study: Study, target: str, count: int, memory: bool = False) -> PairedRatio | None:
+    """Give the share of its pace alone that each of some experiments at once keeps; None where one of both is lost."""
+    alone, beside = pace(study, target, 1, memory), pace(study, target, count, memory)
+    return paired_ratio(alone, beside) if len(alone.index.intersection(beside.index)) else None
+
+
 def saturates_at(study: Study, target: str) -> int | None:
-    """Give the least number of experiments of which each keeps less than 0.9 of its pace alone; None if none does."""
-    alone = pace(study, target, 1)
-    for count in counts(study, target):
-        kept = (alone / pace(study, target, count)).dropna()
-        if len(kept) and kept.mean() < KEPT_PACE:
-            return count
-    return None
+    """Give the least number of experiments of which each surely keeps less than 0.9 of its pace alone; None if none.
 
-
-def packing_gain(found: list[Neighbours]) -> float:
-    """Give how many times the samples of one experiment the most of them at once read in a second, on one target."""
-    here = sorted((one for one in found if not one.memory), key=lambda one: one.experiments)
-    return here[-1].samples_per_s.mean / here[0].samples_per_s.mean if here else math.nan
+    Surely: by the whole interval, so that one block shows none.
+    """
+    kept = {count: kept_pace(study, target, count) for count in counts(study, target)}
+    return next((count for count, one in kept.items() if one and one.high < KEPT_PACE), None)
 
 
 def loop_parts(study: Study, target: str) -> pd.DataFrame:
@@ -265,6 +291,13 @@ def loop_parts(study: Study, target: str) -> pd.DataFrame:
 def iteration(study: Study, target: str) -> Interval:
     """Give the seconds of a whole iteration."""
     return mean_interval(loop_parts(study, target).sum(axis=1))
+
+
+def iterations_a_day(study: Study, target: str) -> Interval:
+    """Give how many iterations fit into a day if nothing else is done; endless where their time may be 0."""
+    whole = iteration(study, target)
+    high = DAY_S / whole.low if not whole.low <= 0 else math.inf
+    return Interval(DAY_S / whole.mean, DAY_S / whole.high, high, whole.blocks)
 
 
 def storage_share(study: Study, target: str) -> Interval:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pandas as pd
 
 from stallbench import load_analysis as load
-from stallbench.analysis import compared_with, seconds, span_text
+from stallbench.analysis import compared_with, seconds
 from stallbench.judging import called
-from stallbench.load_verdicts import share_text
+from stallbench.load_verdicts import number, share_text, times
 from stallbench.results import Study
 from stallbench.stats import Interval, mean_interval
 from stallbench.tables import called as short
@@ -37,27 +37,22 @@ def headline(study: Study) -> str:
 def _sentence(study: Study, target: str) -> str:
     rate = mean_interval(load.rates(study, target, "cold reads").samples_per_s)
     busiest = load.fed(study, target)[0]
-    factors = {one.kind: one.factor for one in load.interference(study, target)}
-    worst = max(factors, key=lambda kind: factors[kind].ratio)
+    factors = {one.kind: times(one.factor) for one in load.interference(study, target)}
     words = (
-        f"{called(study, target)} gives {_number(rate, 'small files a second')}, read cold and at random; a "
+        f"{called(study, target)} gives {number(rate, 'small files a second')}, read cold and at random; a "
         f"{busiest.accelerator} (emulated) is busy {share_text(busiest.use)} of the time. With reads, saves and a log "
-        f"at once, a {worst} takes {_number(_as_interval(factors[worst]), 'times as long')} as alone."
+        f"at once, a read takes {factors['read']} times as long as alone, a save {factors['save']}."
     )
-    found = [one for one in load.neighbours(study, target) if not one.memory]
-    if len(found) > 1:
-        words += (
-            f" {found[-1].experiments} experiments at once read {load.packing_gain(found):.1f} times what one does."
-        )
-    return words
+    return f"{words} {_packing(study, target)}".strip()
 
 
-def _as_interval(ratio: load.PairedRatio) -> Interval:
-    return Interval(ratio.ratio, ratio.low, ratio.high, ratio.blocks)
-
-
-def _number(value: Interval, unit: str) -> str:
-    return span_text(value.mean, max(value.low, 0.0) if value.blocks > 1 else value.low, value.high, unit)
+def _packing(study: Study, target: str) -> str:
+    """Say what the most experiments at once read between them; nothing where there are no two."""
+    most = max(load.counts(study, target), default=1)
+    kept = load.kept_pace(study, target, most)
+    if most == 1 or kept is None:
+        return ""
+    return f"{most} experiments at once read {times(kept, by=most)} times what one does."
 
 
 def summary_lines(study: Study) -> list[str]:
@@ -107,7 +102,10 @@ def warnings(study: Study) -> Iterator[str]:
         yield f"Trial {row.trial} failed and counts nowhere: {row.reason}; the same command tries its block again."
     blocks = study.counted.block.nunique()
     if blocks < FEW_BLOCKS:
-        yield f"{blocks} complete block(s): intervals need 2, and are of use from 3 on. Use --blocks 5."
+        yield (
+            f"{blocks} complete block(s): intervals need 2, are of use from 3 on, and are called open where they say "
+            "nothing. Use --blocks 5."
+        )
     if len(study.targets) > 1 and not compared_with(study):
         yield "No two targets completed a block together, so nothing is compared."
     phases = study.spans[(study.spans.kind == "phase") & (study.spans.part == "cold reads")]
@@ -130,15 +128,17 @@ def reads_table(study: Study) -> pd.DataFrame:
                 continue
             p50, p95, p99 = (_milliseconds(one) for _, one in load.quantiles(study, target, phase).items())
             rows[f"{words}, {short(study, target)}"] = [
-                _number(mean_interval(rate.samples_per_s), "/s"),
-                _number(mean_interval(rate.bytes_per_s / 1e6), "MB/s"),
+                number(mean_interval(rate.samples_per_s), "/s"),
+                number(mean_interval(rate.bytes_per_s / 1e6), "MB/s"),
                 p50, p95, p99,
             ]  # fmt: skip
-    return pd.DataFrame.from_dict(rows, orient="index", columns=["samples", "bytes", "p50", "p95", "p99"])
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["samples", "bytes", "latency: p50", "p95", "p99"])
 
 
 def _milliseconds(by_block: pd.Series) -> str:
-    return _number(mean_interval(by_block * 1e3), "ms")
+    if by_block.isna().any():
+        return "too few reads"
+    return number(mean_interval(by_block * 1e3), "ms")
 
 
 def reads_words(study: Study) -> str:
@@ -161,12 +161,9 @@ def interference_table(study: Study) -> pd.DataFrame:
     rows = {}
     for target in study.targets:
         for one in load.interference(study, target):
-            cells = [
-                _number(_as_interval(ratio), "x") if ratio else "unknown"
-                for ratio in (one.factor, one.memory, one.storage)
-            ]
+            cells = [times(ratio) if ratio else "unknown" for ratio in (one.factor, one.memory, one.storage)]
             rows[f"{one.kind} on {short(study, target)}"] = [*cells, one.events]
-    columns = ["together / alone", "the same in memory", "the target's part", "events together"]
+    columns = ["together / alone", "the same in memory", "the target's part, at least", "events together"]
     return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 
@@ -189,8 +186,8 @@ def use_table(study: Study) -> pd.DataFrame:
 def use_words() -> str:
     """Say below the accelerators' table what they were fed."""
     return (
-        "Cold small files, without a save beside them; after a first pass over all files their metadata is cached. "
-        "Step: a tenth of MLPerf's for ResNet-50, whose batch is a tenth too. The real model trains on this machine."
+        "Cold small files, each read once, without a save beside them. Step: a tenth of MLPerf's for ResNet-50, whose "
+        "batch is a tenth too. The real model trains on this machine."
     )
 
 
@@ -201,10 +198,10 @@ def neighbours_table(study: Study) -> pd.DataFrame:
         for one in load.neighbours(study, target):
             where = f"memory, in trials of {short(study, target)}" if one.memory else short(study, target)
             rows[f"{one.experiments} on {where}"] = [
-                _number(one.samples_per_s, "/s"), seconds(one.step_s), share_text(one.stalled), seconds(one.save_s),
+                number(one.samples_per_s, "/s"), seconds(one.step_s), share_text(one.stalled), seconds(one.save_s),
                 f"{one.fairness:.2f}", one.lost,
             ]  # fmt: skip
-    columns = ["samples, all together", "step", "of it waiting", "save, durable", "fairness (Jain)", "lost"]
+    columns = ["samples in training, all together", "step", "of it waiting", "save, durable", "fairness (Jain)", "lost"]
     return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 
@@ -212,15 +209,17 @@ def neighbours_words(study: Study) -> str:
     """Say from which number on a target slows its experiments down, and what packing gains."""
     lines = []
     for target in study.targets:
-        found = [one for one in load.neighbours(study, target) if not one.memory]
-        if len(found) < 2:
+        packing = _packing(study, target)
+        if not packing:
             continue
         count = load.saturates_at(study, target)
-        slow = f"slows them down from {count} at once on" if count else "slowed none of them down by a tenth"
-        lines.append(
-            f"- {short(study, target)} {slow}; {found[-1].experiments} at once read **{load.packing_gain(found):.1f} "
-            "times** what one does."
-        )
+        slow = f"slows experiments down by a tenth or more from {count} at once on"
+        if count is None:
+            slow = "was not shown to slow any experiment down by a tenth"
+        memory = load.kept_pace(study, target, max(load.counts(study, target)), memory=True)
+        shared = " They slow each other down in memory too, so part of it is the processor."
+        slowed = memory is not None and memory.ratio < load.KEPT_PACE
+        lines.append(f"- {short(study, target)} {slow}. {packing}{shared if slowed else ''}")
     return "\n".join(lines) or "No two experiments ran at once."
 
 
@@ -231,8 +230,9 @@ def loop_words(study: Study) -> str:
         if target not in set(study.counted.target):
             continue
         whole, share = load.iteration(study, target), load.storage_share(study, target)
+        a_day = number(load.iterations_a_day(study, target), "iterations a day")
         lines.append(
             f"- {short(study, target)}: {seconds(whole)} an iteration, of which reload, save and restore are "
-            f"{share_text(share)}; {load.DAY_S / whole.mean:,.0f} iterations a day if nothing else is done."
+            f"{share_text(share)}; {a_day} if nothing else is done."
         )
     return "\n".join(lines)

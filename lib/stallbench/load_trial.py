@@ -16,11 +16,13 @@ import pandas as pd
 from stallbench import dataset, emulated, targets, workload
 from stallbench.accelerators import ACCELERATORS
 from stallbench.config import Target
+from stallbench.faults import free_memory_bytes
 from stallbench.load_config import LoadTrialConfig
 from stallbench.load_work import KEEP, Saver, Session, log_until
-from stallbench.neighbours import Experiment, Outcome, run
+from stallbench.neighbours import Outcome, planned, run
+from stallbench.pagecache import resident_pages
 from stallbench.probe import raw_limits
-from stallbench.reading import Reader
+from stallbench.reading import PREFETCH, Reader
 from stallbench.results import LOAD, METHOD_VERSION, SCHEMA_VERSION, SPANS, TRIAL, write_json
 from stallbench.spans import Span, Timeline
 from stallbench.targets import Storage, Workspace
@@ -33,6 +35,8 @@ STEPS = ("put_data", "load", "accelerate", "neighbours", "control", "reload")
 REAL_MODEL = "the real model here"
 WARM = dict.fromkeys(("cache_data", "cache_metadata", "cache_server"), "warm")
 KEPT_READS = 5_000  # of a phase that reads from memory, some hundred thousand a second
+CHECKED_FILES = 200  # of the small files, to see whether they stayed in the page cache
+STILL_COLD = 0.02  # of them, at most, may have stayed
 WARM_FILES = 500  # read again and again, so that they stay warm
 MEMORY = "memory"  # how phases of the control are marked
 
@@ -110,17 +114,26 @@ class LoadTrial(Trial):
         with self.timeline.span("phase", part=name, **caches) as span:
             yield span
 
+    @contextmanager
+    def _cold_reads(self, name: str, place: Place) -> Iterator[Span]:
+        """Open a phase that reads small files cold, and see at its end that none of what it read stayed in memory."""
+        caches = WARM if place is not self._here else self.workspace.drop(place.dataset.small)
+        with self._phase(name, caches) as span:
+            yield span
+        if caches["cache_data"] == "cold" and place.workspace.device is None:
+            checked = place.dataset.paths[:: -(-len(place.dataset.paths) // CHECKED_FILES)]
+            if sum(bool(resident_pages(Path(path))) for path in checked) > STILL_COLD * len(checked):
+                span.cache_data = "warm"
+
     def _reader(self, batch: int, place: Place) -> Reader:
         return Reader(place.dataset, self.config.workers, batch, self.config.seed, place.workspace.device)
 
     def _put(self, name: str, kinds: tuple[str, ...], place: Place) -> None:
         """Put some kinds of load on a place at once, for a phase's time and until two saves are done."""
-        caches = {}
-        if "read" in kinds:
-            caches = self.workspace.drop(place.dataset.small) if place is self._here else WARM
         seconds, reads = self.config.phase_s, "read" in kinds
         opened = self._reader(self.config.read_batch, place).small(seconds, cold=True) if reads else nullcontext()
-        with self._phase(name, caches) as span, ThreadPoolExecutor(2) as threads:
+        phase = self._cold_reads(name, place) if reads else self._phase(name, {})
+        with phase as span, ThreadPoolExecutor(2) as threads:
             with opened as stream:  # the workers are forked before any thread is at work
                 until_s = time.monotonic() + seconds
                 saves = threads.submit(place.saver.save_until, until_s) if "save" in kinds else None
@@ -175,10 +188,16 @@ class LoadTrial(Trial):
         return pd.DataFrame(rows, columns=["start_s", "latency_s", "size_bytes"])
 
     def _keep(self, phase: str, kind: str, rows: pd.DataFrame, worker: int | None = None) -> None:
-        """Keep events, whose ``start_s`` is monotonic, on the trial's own clock; of reads from memory an even part."""
+        """Keep events, whose ``start_s`` is monotonic, on the trial's own clock; of reads from memory every n-th.
+
+        ``stands_for`` says of each row how many events there were.
+        """
+        every = 1
         if phase == "warm reads" or phase.endswith(MEMORY):
-            rows = rows.iloc[:: -(-len(rows) // KEPT_READS) or 1]
+            every = -(-len(rows) // KEPT_READS) or 1
+            rows = rows.iloc[::every]
         kept = pd.DataFrame({"size_bytes": 0, "worker": 0, "epoch": 0} | {name: rows[name] for name in rows})
+        kept["stands_for"] = every
         start_s = (kept.start_s - self._origin_s).round(6)  # a microsecond: its storage is most of the table's
         kept = kept.assign(phase=phase, kind=kind, start_s=start_s, latency_s=kept.latency_s.astype("float32"))
         self._rows.append(kept if worker is None else kept.assign(worker=worker))
@@ -192,18 +211,25 @@ class LoadTrial(Trial):
         self._done.append("accelerate")
 
     def _feed(self, name: str, batch: int, step: Callable[[int], Any]) -> None:
-        """Take batches and compute, from the second batch on until the time is over; the first one fills the pipe."""
-        caches = self.workspace.drop(self._here.dataset.small)
+        """Take batches and compute until the time is over, or all files were read once: later, metadata is cached.
+
+        The first steps aren't counted. They take what the loader had read ahead, more than a slow storage could give;
+        and the workers' fork left memory to be copied at its first write.
+        """
+        in_a_pass = self.config.files // batch
+        ahead = min(PREFETCH * self.config.workers, in_a_pass // 2)
         rows: list[tuple[float, float, float, int]] = []
         with (
-            self._phase(name, caches) as span,
+            self._cold_reads(name, self._here) as span,
             self._reader(batch, self._here).small(self.config.accelerator_s, True) as stream,
         ):
             batches = iter(stream)
             next(batches)
-            step(0)  # the workers' fork left memory to be copied at its first write, which no later step pays for
+            for number in range(ahead):
+                step(number)
+                next(batches)
             until_s = time.monotonic() + self.config.accelerator_s
-            while not rows or time.monotonic() < until_s:
+            while not rows or (time.monotonic() < until_s and ahead + len(rows) < in_a_pass - 1):
                 step_start_s = time.monotonic()
                 step(len(rows))
                 wait_start_s = time.monotonic()
@@ -221,7 +247,6 @@ class LoadTrial(Trial):
         """Run 1, 2, 4 experiments at once on the target, sharing the dataset."""
         self.checks["neighbours"] = []
         for count in self.config.counts:
-            self.workspace.drop(self._here.dataset.small)
             self._beside(f"{count} at once", count, self._here)
         self._done.append("neighbours")
 
@@ -234,7 +259,7 @@ class LoadTrial(Trial):
         """
         parent, memory = emulated.default_folder()
         needed_bytes = dataset.needed_bytes(self.config) + self._saves_at_once * self._session.save_bytes
-        if memory and shutil.disk_usage(parent).free > 2 * needed_bytes:
+        if memory and min(shutil.disk_usage(parent).free, free_memory_bytes()) > 2 * needed_bytes:
             with targets.claim(Target(name=MEMORY, location=str(parent)), uuid4().hex[:12]) as folder:
                 copy = folder / "dataset"
                 shutil.copytree(self._here.dataset.small, copy / "small")
@@ -251,26 +276,11 @@ class LoadTrial(Trial):
         return max(KEEP + 1, *self.config.counts, 0)
 
     def _beside(self, name: str, count: int, place: Place) -> None:
-        device = place.workspace.device
-        meeting = Path(tempfile.mkdtemp(dir=self._scratch))
         with tempfile.TemporaryDirectory(prefix="experiments-", dir=place.workspace.folder) as folder:
-            experiments = [
-                Experiment(
-                    number,
-                    str(meeting),
-                    tempfile.mkdtemp(dir=folder),
-                    self.config.neighbour_step_s,
-                    self.config.neighbour_batch,
-                    self.config.neighbour_s,
-                    self._session.save_bytes,
-                    self.config.seed * 1000 + number,
-                    device.profile.model_dump() if device else None,
-                    str(device.state_path) if device else "",
-                )
-                for number in range(count)
-            ]
-            with self._phase(name, {}):
-                outcomes = run(experiments, place.dataset.paths, self.config.save_limit_s)
+            meeting = tempfile.mkdtemp(dir=self._scratch)
+            own = planned(self.config, count, meeting, folder, self._session.save_bytes, place.workspace.device)
+            with self._cold_reads(name, place):
+                outcomes = run(own, place.dataset.paths, self.config.save_limit_s)
         self._keep_outcomes(name, outcomes)
 
     def _keep_outcomes(self, name: str, outcomes: list[Outcome]) -> None:
@@ -353,8 +363,8 @@ class LoadTrial(Trial):
 
     @property
     def table(self) -> pd.DataFrame:
-        """All events: ``phase``, ``kind``, ``start_s``, ``latency_s``, ``size_bytes``, ``worker``, ``epoch``."""
-        columns = ["phase", "kind", "start_s", "latency_s", "size_bytes", "worker", "epoch"]
+        """All events, in the columns that ``Study.load`` explains."""
+        columns = ["phase", "kind", "start_s", "latency_s", "size_bytes", "worker", "epoch", "stands_for"]
         return pd.concat(self._rows, ignore_index=True)[columns]
 
     def _summary(self) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Verdicts on the claims about reads, mixed load, neighbours and the reload loop; rules were fixed before any study."""
 
+import math
 from collections.abc import Callable
 
 import pandas as pd
 
 from stallbench import load_analysis as load
 from stallbench.accelerators import REQUIRED_USE
-from stallbench.analysis import percent, seconds
+from stallbench.analysis import percent, seconds, span_text
 from stallbench.judging import (
     NOT_REPRODUCED,
     NOT_TESTED,
@@ -41,22 +42,40 @@ def _differs(ratio: PairedRatio) -> str:
     return NOT_REPRODUCED if -DIFFERENCE < low and high < DIFFERENCE else UNDECIDED
 
 
-def _saved(ratio: PairedRatio) -> str:
-    return percent(ratio.time_saved, ratio.time_saved_low, ratio.time_saved_high)
+def _less(ratio: PairedRatio) -> str:
+    """Say by how much the first takes less, or more, time than the other."""
+    if ratio.time_saved < 0:
+        return f"{percent(-ratio.time_saved, -ratio.time_saved_high, -ratio.time_saved_low)} more time"
+    return f"{percent(ratio.time_saved, ratio.time_saved_low, ratio.time_saved_high)} less time"
 
 
-def _times(ratio: PairedRatio) -> str:
-    text = f"{ratio.ratio:.2f}"
+def _each_of(count: int) -> float:
+    """Give the confidence of each of some intervals, of which one may decide, so that all hold at 95 %: Bonferroni."""
+    return 1 - 0.05 / count
+
+
+def times(ratio: PairedRatio, by: float = 1.0) -> str:
+    """Write a ratio, multiplied, with its interval, unless few blocks leave that all but open."""
+    text = f"{by * ratio.ratio:.2f}"
     if ratio.blocks > 1 and ratio.high > OPEN_SPREAD * ratio.low:
-        return f"{text} (open: too few blocks)"
-    return f"{text} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio.blocks > 1 else text
+        return f"{text} (open)"
+    return f"{text} ({by * ratio.low:.2f} to {by * ratio.high:.2f})" if ratio.blocks > 1 else text
 
 
 def share_text(share: Interval) -> str:
     """Write a share with its interval, which a t interval over few blocks may take beyond 0 or 1."""
     if share.blocks == 1:
         return percent(share.mean)
-    return percent(share.mean, max(0.0, share.low), min(1.0, share.high))
+    low, high = max(0.0, share.low), min(1.0, share.high)
+    digits = 1 if high - low < 0.05 else 0
+    return f"{share.mean * 100:.{digits}f} % ({low * 100:.{digits}f} to {high * 100:.{digits}f})"
+
+
+def number(value: Interval, unit: str) -> str:
+    """Write what can't be below 0 or endless; an interval that reaches there is called open, as it says nothing."""
+    if value.low <= 0 or math.isinf(value.high):
+        return f"{float(f'{value.mean:.2g}'):,g} {unit} (open)"
+    return span_text(value.mean, value.low, value.high, unit)
 
 
 def _reload(study: Study, other: str) -> Judgement:
@@ -71,7 +90,7 @@ def _reload(study: Study, other: str) -> Judgement:
     spans = study.spans[(study.spans.kind == "iteration") & (study.spans.part == "reload")]
     if set(spans.cache_data) != {"cold"}:
         return Judgement(NOT_TESTED, f"The reloads were not shown to be cold. {figure}.")
-    return on_this_storage(study, other, _differs(ratio), f"{figure}; {_saved(ratio)} less time.{_beneath(spans)}")
+    return on_this_storage(study, other, _differs(ratio), f"{figure}; {_less(ratio)}.{_beneath(spans)}")
 
 
 def _beneath(spans: pd.DataFrame) -> str:
@@ -102,7 +121,7 @@ def _developers(study: Study, other: str) -> Judgement:
     if grows is None:
         return on_this_storage(study, other, UNDECIDED, f"{words}.")
     verdict = within(grows.low, grows.high, MULTIPLIES * most, ANY)
-    return on_this_storage(study, other, verdict, f"{words}: {_times(grows)} times as much.")
+    return on_this_storage(study, other, verdict, f"{words}: {times(grows)} times as much.")
 
 
 def _loop(study: Study, other: str) -> Judgement:
@@ -110,14 +129,14 @@ def _loop(study: Study, other: str) -> Judgement:
     totals = {target: load.loop_parts(study, target).sum(axis=1) for target in (first, other)}
     ratio = paired_ratio(totals[first], totals[other])
     figure = "; ".join(_loop_words(study, target) for target in totals)
-    return on_this_storage(study, other, _differs(ratio), f"{figure}; {_saved(ratio)} less time.")
+    return on_this_storage(study, other, _differs(ratio), f"{figure}; {_less(ratio)}.")
 
 
 def _loop_words(study: Study, target: str) -> str:
     share, whole = load.storage_share(study, target), load.iteration(study, target)
     return (
         f"{target}: an iteration takes {seconds(whole)}, of which reload, save and restore are "
-        f"{share_text(share)}, {load.DAY_S / whole.mean:,.0f} iterations a day"
+        f"{share_text(share)}: {number(load.iterations_a_day(study, target), 'iterations a day')}"
     )
 
 
@@ -135,7 +154,7 @@ def _idle(study: Study, other: str) -> Judgement:
                 answers.append(within(one.use.low, one.use.high, REQUIRED_USE, ANY))
         busiest = load.fed(study, target)[0]
         words.append(
-            f"{target} gives {rate.mean:,.0f} samples a second, {busiest.accelerator} (emulated) could take "
+            f"{target} gives {number(rate, 'samples a second')}, {busiest.accelerator} (emulated) could take "
             f"{busiest.demand_per_s:,.0f} and is busy {share_text(busiest.use)} "
             "of the time"
         )
@@ -152,12 +171,13 @@ def _small_files(study: Study, other: str) -> Judgement:
     verdicts, words = [], []
     for target in (study.targets[0], other):
         small, shards = (load.rates(study, target, phase).bytes_per_s for phase in ("cold reads", "arrow"))
-        ratio = paired_ratio(small, shards)
-        verdicts.append(within(ratio.low, ratio.high, 0.0, RANDOM_SHARE))
+        ratio, sure = paired_ratio(small, shards), paired_ratio(small, shards, _each_of(2))
+        verdicts.append(within(sure.low, sure.high, 0.0, RANDOM_SHARE))
         p50_s, _, p99_s = load.quantiles(study, target, "cold reads").mean()
-        rate = load.rates(study, target, "cold reads").samples_per_s.mean()
+        slowest = f"p99 {p99_s * 1e3:.2g} ms" if p99_s == p99_s else "too few reads for a p99"
+        rate = mean_interval(load.rates(study, target, "cold reads").samples_per_s)
         words.append(
-            f"{target}: {rate:,.0f} small files a second, p50 {p50_s * 1e3:.2g} ms, p99 {p99_s * 1e3:.2g} ms, "
+            f"{target}: {number(rate, 'small files a second')}, p50 {p50_s * 1e3:.2g} ms, {slowest}, "
             f"{percent(ratio.ratio, ratio.low, ratio.high)} of the bytes a second of the same samples in Arrow shards"
         )
     phases = study.spans[(study.spans.kind == "phase") & study.spans.part.isin(["cold reads", "arrow"])]
@@ -175,13 +195,17 @@ def _either(verdicts: list[str]) -> str:
 
 
 def _mixed(study: Study, other: str) -> Judgement:
+    """Ask for one kind of load that is slower both than alone and than it is in memory, where more can't be known."""
     verdicts, words = [], []
     for target in (study.targets[0], other):
+        for one in load.interference(study, target, _each_of(2 * len(load.ALONE))):
+            answers = [within(ratio.low, ratio.high, INTERFERENCE, ANY) for ratio in (one.factor, one.storage) if ratio]
+            verdicts.append(UNDECIDED)
+            if answers == [REPRODUCED, REPRODUCED] or answers[0] == NOT_REPRODUCED:
+                verdicts[-1] = answers[0]
         for one in load.interference(study, target):
-            beyond = one.storage
-            verdicts.append(within(beyond.low, beyond.high, INTERFERENCE, ANY) if beyond else UNDECIDED)
-            memory = f", {_times(one.memory)} in memory" if one.memory else ", not compared with memory"
-            words.append(f"a {one.kind} on {target} takes {_times(one.factor)} times as long{memory}")
+            memory = f", {times(one.memory)} in memory" if one.memory else ", not compared with memory"
+            words.append(f"a {one.kind} on {target} takes {times(one.factor)} times as long{memory}")
     figure = f"All at once against alone: {'; '.join(words)}."
     return on_this_storage(study, other, _either(verdicts), figure)
 
@@ -192,21 +216,22 @@ def _shared(study: Study, other: str) -> Judgement:
     common = [count for count in load.counts(study, other) if count in load.counts(study, first)]
     if len(common) < 2 or common[0] != 1:
         return Judgement(NOT_TESTED, "No two experiments ran at once to their end on both.")
-    most, kept = common[-1], {}
-    for target in (first, other):
-        kept[target] = paired_ratio(load.pace(study, target, 1), load.pace(study, target, most))
+    most = common[-1]
+    kept = {target: load.kept_pace(study, target, most) for target in (first, other)}
+    if None in kept.values():
+        return Judgement(NOT_TESTED, "No two experiments ran at once to their end on both in one block.")
     words = "; ".join(
-        f"{target}: each of {most} at once keeps {percent(one.ratio, one.low, one.high)} of its pace alone, "
-        f"{_saturation(study, target)}"
+        f"{target}: each of {most} at once keeps {times(one)} of its pace alone, {_saturation(study, target)}"
         for target, one in kept.items()
     )
-    memory = [load.pace(study, target, count, memory=True) for target in (first, other) for count in (1, most)]
-    if any(one.empty for one in memory):
+    memory = [load.kept_pace(study, target, most, memory=True) for target in (first, other)]
+    if None in memory:
         return on_this_storage(study, other, UNDECIDED, f"{words}. Not compared with memory.")
-    processor = min(float((memory[0] / memory[1]).mean()), float((memory[2] / memory[3]).mean()))
-    words += f". In memory they keep {percent(processor)}, so the processor is not what holds them up."
+    processor = min(one.ratio for one in memory)
+    words += f". In memory they keep {percent(processor)}"
     if processor < load.KEPT_PACE:
-        return Judgement(NOT_TESTED, words.replace("so the processor is not", "so the processor is part of"))
+        return Judgement(NOT_TESTED, f"{words}, so the processor is part of what holds them up.")
+    words += ", so the processor is not what holds them up."
     good = within(kept[first].low, kept[first].high, load.KEPT_PACE, ANY)
     bad = within(kept[other].low, kept[other].high, 0.0, load.KEPT_PACE)
     verdict = REPRODUCED if good == bad == REPRODUCED else UNDECIDED
@@ -217,7 +242,7 @@ def _shared(study: Study, other: str) -> Judgement:
 
 def _saturation(study: Study, target: str) -> str:
     count = load.saturates_at(study, target)
-    return f"slowed down from {count} on" if count else "never slowed down here"
+    return f"surely slowed down from {count} on" if count else "not surely slowed down here"
 
 
 Judge = Callable[[Study, str], Judgement]
@@ -236,11 +261,12 @@ JUDGED_UNDER_LOAD: dict[str, tuple[str, str, Judge]] = {
     ),
     "2.2": (
         "Cold small files in random order give at most half the bytes a second of the same samples in shards, on one "
-        "storage at least.",
+        "storage at least (intervals at 95 % for both together).",
         "Storage-under-load", _small_files,
     ),
     "2.3": (
-        "Some kind of load takes at least 1.2 times as long with the others as alone, beyond what memory shows.",
+        "Some kind of load takes at least 1.2 times as long with the others as alone, and 1.2 times what that is in "
+        "memory (intervals at 95 % for all kinds together).",
         "All-at-once", _mixed,
     ),
     "2.4": (

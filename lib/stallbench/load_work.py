@@ -120,10 +120,10 @@ class Saver:
 
     def save_until(self, until_s: float) -> list[Span]:
         """Save again and again with the pause between, until a time of the monotonic clock, twice at least."""
-        saves: list[Span] = []
-        while len(saves) < LEAST_SAVES or time.monotonic() < until_s:
-            saves.append(self.save())
+        saves = [self.save()]
+        while len(saves) < LEAST_SAVES or time.monotonic() + self._pause_s < until_s:
             time.sleep(self._pause_s)
+            saves.append(self.save())
         return saves
 
     @property

@@ -1,15 +1,16 @@
 """Several experiments at once on one target: each a process of its own that reads one shared dataset and saves.
 
 An experiment's training is an *emulated* accelerator: a wait of its step time. Its next batch is read meanwhile by two
-threads. Half-way all experiments save at the same moment, the worst case of a shared store: a file as large as the
-study's checkpoint, written, made durable and renamed. A process here needs neither torch nor a DataLoader, so that many
-fit on few cores.
+threads; the first one, which no step hides, isn't counted. Half-way all experiments save at the same moment, the worst
+case of a shared store: a file as large as the study's checkpoint, written, made durable and renamed. A process here
+needs neither torch nor a DataLoader, so that many fit on few cores.
 """
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from stallbench import emulated
+from stallbench.load_config import LoadTrialConfig
 from stallbench.pagecache import sync_file
 
 READY, GO, PATHS, RESULT = "ready-{}", "go", "paths.txt", "result-{}.json"
@@ -69,6 +71,27 @@ class Outcome:
     waits_s: tuple[float, ...] = ()
     save_start_s: float = 0.0
     save_end_s: float = 0.0
+
+
+def planned(
+    config: LoadTrialConfig, count: int, meeting: str, folder: str, save_bytes: int, device: emulated.Device | None
+) -> list[Experiment]:
+    """Say what ``count`` experiments do that begin at once, each in a folder of its own inside of ``folder``."""
+    return [
+        Experiment(
+            number,
+            meeting,
+            tempfile.mkdtemp(dir=folder),
+            config.neighbour_step_s,
+            config.neighbour_batch,
+            config.neighbour_s,
+            save_bytes,
+            config.seed * 1000 + number,
+            device.profile.model_dump() if device else None,
+            str(device.state_path) if device else "",
+        )
+        for number in range(count)
+    ]
 
 
 def run(experiments: Sequence[Experiment], paths: Sequence[str], limit_s: float) -> list[Outcome]:
@@ -179,7 +202,10 @@ class _Running:
         start_s = float((meeting / GO).read_text())
         emulated.wait_until(start_s)
         starts_s, waits_s, save_s = [], [], None
+        for read in self._next_batch():
+            read.result()
         batch = self._next_batch()
+        emulated.wait_for(one.step_s)
         while save_s is None or time.monotonic() < start_s + one.seconds:
             self._require_parent()
             begin_s = time.monotonic()

@@ -24,6 +24,7 @@ from stallbench.emulated import Device
 # Rows that a worker may record in a second; bare reads from memory reach a third of it.
 ROWS_PER_S = 150_000
 LEAST_ROWS = 20_000
+PREFETCH = 2  # batches that each worker reads ahead
 COLUMNS = ("start_s", "latency_s", "size_bytes", "epoch")
 
 
@@ -172,10 +173,9 @@ class _Shards(IterableDataset):
                 if self._device is not None:
                     self._device.read(str(shard), shard.stat().st_size)
                 for size in self._samples(shard):
-                    end_s = time.monotonic()
-                    self._record.add(_worker(), [(start_s, end_s - start_s, size, 0)])
-                    start_s = end_s
+                    self._record.add(_worker(), [(start_s, time.monotonic() - start_s, size, 0)])
                     yield size
+                    start_s = time.monotonic()  # it may have waited here until the loader asked for more
             except (OSError, tarfile.TarError, ValueError) as error:  # pyarrow's errors of a cut file are ValueErrors
                 words = getattr(error, "strerror", None) or str(error).splitlines()[0]
                 raise ReadError(f"shard {shard.name} can't be read: {words}") from None
@@ -242,7 +242,10 @@ class Reader:
         count = min(files or len(self.source.paths), len(self.source.paths))
         samples = SmallFiles(self.source, count, self.seed, record, self.device if cold else None, forget=cold)
         sampler = Batches(count, self.batch)
-        return Stream(DataLoader(samples, batch_size=None, sampler=sampler, num_workers=self.workers), record)
+        loader = DataLoader(
+            samples, batch_size=None, sampler=sampler, num_workers=self.workers, prefetch_factor=PREFETCH
+        )
+        return Stream(loader, record)
 
     def shards(self, kind: str) -> Pass:
         """Read all shards once, ``arrow`` or ``tar``.
@@ -252,6 +255,8 @@ class Reader:
         ReadError
             If one can't be read, or samples are missing.
         """
+        import datasets  # noqa: F401  here, not in each worker's first read
+
         expected = len(self.source.sizes_bytes)
         record = Record(self.workers, expected / ROWS_PER_S)
         if kind == "arrow":

@@ -143,7 +143,8 @@ class Study:
         """All events of a load study's counted trials, with ``TRIAL_KEYS``: reads, saves, lines of the log, steps.
 
         ``phase`` and ``kind`` say what it was, ``start_s`` (since the trial began) and ``latency_s`` when and how long,
-        ``worker`` which process, ``epoch`` which pass over the files.
+        ``worker`` which process, ``epoch`` which pass over the files, ``stands_for`` how many such events there were:
+        of reads from memory, every n-th was kept.
         """
         frames = [
             pd.read_parquet(self.folder / "trials" / row.trial / LOAD).assign(
