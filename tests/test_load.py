@@ -8,8 +8,8 @@ import tarfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import psutil
 import pytest
 
@@ -17,7 +17,7 @@ from conftest import FAST_NAS, contents, foreign_files
 from stallbench import dataset, estimate, neighbours, reading, targets
 from stallbench.config import ConfigError, Target
 from stallbench.load_config import Load, LoadStudyConfig, LoadTrialConfig
-from stallbench.load_trial import PHASES, LoadTrial
+from stallbench.load_trial import PHASES, LoadTrial, Place
 from stallbench.neighbours import Experiment
 from stallbench.results import TRIAL, read_json
 from stallbench.spans import Timeline
@@ -235,9 +235,13 @@ def trial(target: str | Path, out: Path, model: Path, **settings) -> LoadTrial:
     return LoadTrial(LoadTrialConfig.parse(target=str(target), out=str(out), model=str(model), **TINY_LOAD | settings))
 
 
-def test_the_phases_come_in_an_order_that_the_seed_draws():
-    draws = {tuple(np.random.default_rng(seed).permutation(len(PHASES))) for seed in range(20)}
-    assert len(draws) == 20
+def test_no_phase_and_no_number_of_neighbours_reads_the_files_in_the_order_of_another(made, workspace, tmp_path):
+    config = LoadTrialConfig(seed=3)
+    place = Place(workspace, made, None)
+    seeds = [LoadTrial._reader(SimpleNamespace(config=config), name, 1, place).seed for name in PHASES]
+    for count in (1, 2, 4):
+        seeds += [one.seed for one in neighbours.planned(config, count, "", str(tmp_path), 1, None)]
+    assert len(set(seeds)) == len(PHASES) + 1 + 2 + 4
 
 
 def test_a_file_that_vanishes_fails_the_trial_with_one_line_and_harms_nothing_else(tmp_path, tiny_model):

@@ -13,7 +13,7 @@ import shutil
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -110,9 +110,15 @@ def _check_room(name: str, folder: Path, config: Load) -> None:
         )
 
 
+@cache
+def _text() -> bytes:
+    """Collect the text once a process: it takes a second."""
+    return "\n".join(workload.docstrings()["text"]).encode("ascii", "replace")
+
+
 def _samples(config: Load, sizes_bytes: np.ndarray) -> Iterator[bytes]:
     """Give the samples in order: stretches of real text from places that the seed draws."""
-    text = "\n".join(workload.docstrings()["text"]).encode("ascii", "replace")
+    text = _text()
     text *= -(-2 * config.file_most_bytes // len(text))
     starts = np.random.default_rng(SEED + 1).integers(0, len(text) - config.file_most_bytes, config.files)
     return (text[start : start + size] for start, size in zip(starts, sizes_bytes, strict=True))

@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -125,13 +126,15 @@ class LoadTrial(Trial):
             if sum(bool(resident_pages(Path(path))) for path in checked) > STILL_COLD * len(checked):
                 span.cache_data = "warm"
 
-    def _reader(self, batch: int, place: Place) -> Reader:
-        return Reader(place.dataset, self.config.workers, batch, self.config.seed, place.workspace.device)
+    def _reader(self, phase: str, batch: int, place: Place) -> Reader:
+        """Each phase has an order of its own: one that ends early would else leave the next one's files in a server."""
+        seed = (self.config.seed << 32) + zlib.crc32(phase.encode())
+        return Reader(place.dataset, self.config.workers, batch, seed, place.workspace.device)
 
     def _put(self, name: str, kinds: tuple[str, ...], place: Place) -> None:
         """Put some kinds of load on a place at once, for a phase's time and until two saves are done."""
         seconds, reads = self.config.phase_s, "read" in kinds
-        opened = self._reader(self.config.read_batch, place).small(seconds, cold=True) if reads else nullcontext()
+        opened = self._reader(name, self.config.read_batch, place).small(seconds, cold=True) if reads else nullcontext()
         phase = self._cold_reads(name, place) if reads else self._phase(name, {})
         with phase as span, ThreadPoolExecutor(2) as threads:
             with opened as stream:  # the workers are forked before any thread is at work
@@ -156,7 +159,7 @@ class LoadTrial(Trial):
         """Read the same few files again and again, from the page cache."""
         for path in self._here.dataset.paths[:WARM_FILES]:
             Path(path).read_bytes()
-        opened = self._reader(self.config.read_batch, self._here).small(self.config.phase_s, False, WARM_FILES)
+        opened = self._reader(name, self.config.read_batch, self._here).small(self.config.phase_s, False, WARM_FILES)
         with self._phase(name, WARM) as span, opened as stream:
             until_s = time.monotonic() + self.config.phase_s
             found = stream.read_while(lambda: time.monotonic() < until_s)
@@ -166,7 +169,7 @@ class LoadTrial(Trial):
     def _shards(self, name: str) -> None:
         caches = self.workspace.drop(self._here.dataset.folder / name)
         with self._phase(name, caches) as span:
-            found = self._reader(self.config.read_batch, self._here).shards(name)
+            found = self._reader(name, self.config.read_batch, self._here).shards(name)
         span.start_s, span.end_s = (self.timeline.at(when_s) for when_s in (found.start_s, found.end_s))
         shards = {"arrow": self._here.dataset.arrow, "tar": self._here.dataset.tar}[name]
         span.files, span.size_bytes = found.samples, sum(path.stat().st_size for path in shards)
@@ -221,7 +224,7 @@ class LoadTrial(Trial):
         rows: list[tuple[float, float, float, int]] = []
         with (
             self._cold_reads(name, self._here) as span,
-            self._reader(batch, self._here).small(self.config.accelerator_s, True) as stream,
+            self._reader(name, batch, self._here).small(self.config.accelerator_s, True) as stream,
         ):
             batches = iter(stream)
             next(batches)

@@ -86,7 +86,7 @@ def planned(
             config.neighbour_batch,
             config.neighbour_s,
             save_bytes,
-            config.seed * 1000 + number,
+            (config.seed * 100 + count) * 100 + number,  # no other number of them reads the same files in turn
             device.profile.model_dump() if device else None,
             str(device.state_path) if device else "",
         )
