@@ -10,6 +10,7 @@ import papermill
 import pytest
 
 from stallbench.config import NOTEBOOKS, TrialConfig
+from stallbench.load_config import LoadTrialConfig
 
 ALL = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
 
@@ -23,7 +24,14 @@ def code_cells(name: str) -> list[nbformat.NotebookNode]:
 
 
 def test_there_are_the_notebooks_of_the_study():
-    assert ALL == ["01_finetune_trial.ipynb", "02_checkpoint_stalls.ipynb", "03_compounding.ipynb", "report.ipynb"]
+    assert ALL == [
+        "01_finetune_trial.ipynb",
+        "02_checkpoint_stalls.ipynb",
+        "03_compounding.ipynb",
+        "04_storage_under_load.ipynb",
+        "load_report.ipynb",
+        "report.ipynb",
+    ]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -46,12 +54,15 @@ def test_there_is_one_tagged_cell_and_papermill_sees_each_line_of_it(name):
     assert list(papermill.inspect_notebook(str(NOTEBOOKS / name))) == names
 
 
-def test_the_trials_parameters_are_those_of_its_configuration_with_the_same_defaults():
+@pytest.mark.parametrize(
+    ("name", "config"), [("01_finetune_trial.ipynb", TrialConfig), ("04_storage_under_load.ipynb", LoadTrialConfig)]
+)
+def test_a_trials_parameters_are_those_of_its_configuration_with_the_same_defaults(name, config):
     namespace: dict = {}
-    exec(code_cells("01_finetune_trial.ipynb")[0].source, {}, namespace)
+    exec(code_cells(name)[0].source, {}, namespace)
     namespace.pop("__annotations__")
-    assert namespace.keys() == TrialConfig.model_fields.keys()
-    assert TrialConfig(**namespace) == TrialConfig()
+    assert namespace.keys() == config.model_fields.keys()
+    assert config(**namespace) == config()
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -59,7 +70,7 @@ def test_a_cell_that_draws_is_tagged_as_a_figure(name):
     if name == "01_finetune_trial.ipynb":
         return  # its figure is a look at the trial, not part of the page
     for cell in code_cells(name):
-        draws = any(line.startswith("plots.") for line in cell.source.splitlines())
+        draws = any(line.startswith(("plots.", "load_plots.")) for line in cell.source.splitlines())
         tags = cell.metadata.get("tags", [])  # optional: of what a study may lack
         assert ("figure" in tags or "optional-figure" in tags) == draws
 

@@ -15,22 +15,26 @@ from stallbench.config import ROOT
 PACKAGE = ROOT / "lib" / "stallbench"
 # Each module may import those above it, never one below.
 ORDER = (
-    "__init__", "config", "privacy", "pagecache", "emulated", "faults", "spans", "lab_profile", "storage", "ownership",
-    "remote", "targets", "probe", "mounting", "lab_disk", "lab", "lab_check", "preflight", "preflight_cli", "workload",
+    "__init__", "config", "load_config", "accelerators", "privacy", "pagecache", "emulated", "faults", "spans",
+    "lab_profile", "storage", "ownership", "remote", "targets", "probe", "mounting", "lab_disk", "lab", "lab_check",
+    "preflight", "preflight_cli", "workload", "dataset", "reading", "neighbours", "estimate",
     "checkpointing.__init__", "checkpointing.state", "checkpointing.commit", "checkpointing.direct",
     "checkpointing.writers", "checkpointing.checkpointer",
-    "recording", "training", "controls", "results", "trial", "environment", "execute", "study", "attach",
-    "stats", "models", "validation", "analysis", "matrix", "trust", "which_nas", "verdicts", "plots", "tables",
-    "present", "proofs", "report", "bench", "race", "lab_sweep", "calibration", "volatile_disk", "powercut", "torture",
+    "recording", "training", "controls", "results", "trial", "load_work", "load_trial", "environment", "execute",
+    "study", "attach",
+    "stats", "models", "validation", "analysis", "matrix", "trust", "which_nas", "load_analysis", "judging",
+    "load_verdicts", "verdicts", "plots", "tables", "load_plots", "present", "load_present", "proofs", "report",
+    "bench", "race", "lab_sweep", "load_bench", "calibration", "volatile_disk", "powercut", "torture",
     "lab_cli", "cli", "__main__",
 )  # fmt: skip
 MEASURING = {
     "spans", "storage", "ownership", "remote", "targets", "probe", "workload", "recording", "training", "controls",
-    "trial", "study", "execute", "attach", "preflight", *(name for name in ORDER if name.startswith("checkpointing")),
+    "trial", "study", "execute", "attach", "preflight", "dataset", "reading", "neighbours", "estimate", "load_work",
+    "load_trial", *(name for name in ORDER if name.startswith("checkpointing")),
 }  # fmt: skip
 ANALYSING = {
-    "stats", "models", "validation", "analysis", "matrix", "trust", "which_nas", "verdicts", "plots", "tables",
-    "present", "proofs",
+    "stats", "models", "validation", "analysis", "matrix", "trust", "which_nas", "load_analysis", "judging",
+    "load_verdicts", "verdicts", "plots", "tables", "load_plots", "present", "load_present", "proofs",
 }  # fmt: skip
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -23,6 +23,7 @@ from stallbench.config import (
     Workload,
     parse_target,
 )
+from stallbench.load_config import LOAD_PROFILES, AnyStudy, Load, LoadStudyConfig
 
 app = typer.Typer(
     help="Measure how many minutes a model waits for its storage: checkpoints, restores, data.",
@@ -39,21 +40,29 @@ def _refuse(error: Exception) -> typer.Exit:
     return typer.Exit(REFUSED)
 
 
-def _settings(values: list[str]) -> dict[str, Any]:
+# What each experiment is called: its configuration, its parameters, and its profiles.
+_EXPERIMENTS: dict[str, tuple[type[AnyStudy], type[Workload | Load], dict[str, dict[str, Any]]]] = {
+    "saves": (StudyConfig, Workload, PROFILES),
+    "load": (LoadStudyConfig, Load, LOAD_PROFILES),
+}
+
+
+def _settings(values: list[str], known: dict[str, Any]) -> dict[str, Any]:
     """Read ``--set NAME=VALUE`` pairs; the typed configuration checks names and values."""
     settings = {}
     for text in values:
         name, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"set={text!r} is refused: write NAME=VALUE, for example steps=60")
-        if name not in Workload.model_fields:
-            raise ConfigError(f"unknown parameter {name}={value!r}; known are: {', '.join(Workload.model_fields)}")
+        if name not in known:
+            raise ConfigError(f"unknown parameter {name}={value!r}; known are: {', '.join(known)}")
         settings[name] = value
     return settings
 
 
-_SETTINGS_HELP = "Override a parameter, NAME=VALUE; repeat it. Known: " + ", ".join(
-    f"{name} ({field.default})" for name, field in Workload.model_fields.items()
+_SETTINGS_HELP = "Override a parameter, NAME=VALUE; repeat it. Known" + "; ".join(
+    f" to {experiment}: " + ", ".join(f"{name} ({field.default})" for name, field in shared.model_fields.items())
+    for experiment, (_, shared, _) in _EXPERIMENTS.items()
 )
 
 
@@ -70,8 +79,15 @@ def run(
             "Default: this machine's disk, and an emulated HDD NAS."
         ),
     ] = None,
+    experiment: Annotated[
+        str,
+        typer.Option(
+            help="saves: checkpoints, restores, training; load: reads of many small files, saves and a log, alone and "
+            "together, several experiments at once, and the reload loop."
+        ),
+    ] = "saves",
     profile: Annotated[
-        str, typer.Option(help="quick (about 3 minutes on 2 cores), default (9), full (an hour).")
+        str, typer.Option(help="quick (about 3 minutes on 2 cores; load 4), default (9; load 10), full (an hour).")
     ] = "default",
     blocks: Annotated[int | None, typer.Option(help="Blocks: each runs one trial of every condition.")] = None,
     wait: Annotated[
@@ -86,7 +102,8 @@ def run(
     set_: Annotated[list[str] | None, typer.Option("--set", help=_SETTINGS_HELP)] = None,
     control: Annotated[bool, typer.Option(help="Allow one directory under two names: an A/A control.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="The study's folder. Default: results/PROFILE of the checkout.")
+        Path | None,
+        typer.Option(help="The study's folder. Default: results/PROFILE of the checkout, or results/load-PROFILE."),
     ] = None,
     show_paths: Annotated[bool, typer.Option(help="Keep paths in the results.")] = False,
     report: Annotated[bool, typer.Option(help="Render the report at the end.")] = True,
@@ -95,18 +112,30 @@ def run(
 
     Exit code: 0 only if every trial succeeded; 1 if one failed; 2 if the request was refused; 130 if it was stopped.
     """
-    from stallbench import study
+    from stallbench import estimate, study
 
     try:
-        config = _study_config(target, profile, blocks, wait, method, seed, set_, control)
-        folder = (out or RESULTS / profile).expanduser().absolute()
-        ahead = study.preview(config)
+        config = _study_config(experiment, target, profile, blocks, wait, method, seed, set_, control)
+        named = profile if experiment == "saves" else f"{experiment}-{profile}"
+        folder = (out or RESULTS / named).expanduser().absolute()
+        ahead = estimate.preview(config)
         study.open_folder(config, folder, show_paths)
     except ConfigError as error:
         raise _refuse(error) from None
     console = Console(soft_wrap=True, highlight=False)
     todo = study.trials_to_run(config, folder)
     _announce(console, config, ahead, todo, folder)
+    succeeded = _run(console, config, folder, todo, show_paths)
+    if report:
+        _render(console, folder)
+    if not succeeded:
+        raise typer.Exit(FAILED)
+
+
+def _run(console: Console, config: AnyStudy, folder: Path, todo: int, show_paths: bool) -> bool:
+    """Run the trials that are left, with a bar where there is a terminal; gives whether all succeeded."""
+    from stallbench import study
+
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -116,19 +145,16 @@ def run(
     )
     try:
         with bar:
-            succeeded = study.run(config, folder, _progress(console, bar, todo), show_paths)
+            return study.run(config, folder, _progress(console, bar, todo), show_paths)
     except ConfigError as error:
         raise _refuse(error) from None
     except KeyboardInterrupt:
         console.print("Stopped. The same command goes on from here.")
         raise typer.Exit(STOPPED) from None
-    if report:
-        _render(console, folder)
-    if not succeeded:
-        raise typer.Exit(FAILED)
 
 
 def _study_config(
+    experiment: str,
     target: list[str] | None,
     profile: str,
     blocks: int | None,
@@ -137,20 +163,23 @@ def _study_config(
     seed: int,
     set_: list[str] | None,
     control: bool,
-) -> StudyConfig:
-    if profile not in PROFILES:
-        raise ConfigError(f"profile={profile!r} is unknown; choose one of: {', '.join(PROFILES)}")
+) -> AnyStudy:
+    if experiment not in _EXPERIMENTS:
+        raise ConfigError(f"experiment={experiment!r} is unknown; choose one of: {', '.join(_EXPERIMENTS)}")
+    kind, shared, profiles = _EXPERIMENTS[experiment]
+    if profile not in profiles:
+        raise ConfigError(f"profile={profile!r} is unknown; choose one of: {', '.join(profiles)}")
     if not target:
         DEFAULT_DISK.mkdir(exist_ok=True)
-    values = PROFILES[profile] | _settings(set_ or [])
+    values = profiles[profile] | _settings(set_ or [], shared.model_fields)
     values |= {"blocks": blocks} if blocks is not None else {}
     values |= {"waits": tuple(wait)} if wait else {}
     values |= {"methods": tuple(method)} if method else {}
     places = tuple(parse_target(text) for text in target or DEFAULT_TARGETS)
-    return StudyConfig.parse(targets=places, seed=seed, control=control, **values)
+    return kind.parse(targets=places, seed=seed, control=control, **values)
 
 
-def _announce(console: Console, config: StudyConfig, ahead: Any, todo: int, folder: Path) -> None:
+def _announce(console: Console, config: AnyStudy, ahead: Any, todo: int, folder: Path) -> None:
     waits = " and ".join(f"wait={wait}" for wait in config.waits)
     methods = ", ".join(config.methods)
     console.print(
@@ -194,19 +223,15 @@ def _relative(path: Path) -> str:
 
 
 def _render(console: Console, folder: Path) -> None:
-    from stallbench.report import ReportError, render
+    from stallbench.report import ReportError, render, told
     from stallbench.results import load_study
 
     try:
         page = render(folder)
     except (ConfigError, ReportError) as error:
         raise _refuse(error) from None
-    from stallbench.verdicts import headline, summary_lines
-
-    study = load_study(folder)
-    for line in summary_lines(study):
+    for line in told(load_study(folder)):
         console.print(line, markup=False)
-    console.print(headline(study), markup=False)
     console.print(f"Report: {_relative(page)}", markup=False)
 
 
@@ -259,7 +284,7 @@ def bench(
     import pandas as pd
 
     from stallbench import bench as benchmark
-    from stallbench import probe, race
+    from stallbench import load_bench, probe, race
     from stallbench.results import BENCH, load_study, write_json
 
     try:
@@ -267,7 +292,7 @@ def bench(
     except ConfigError as error:
         raise _refuse(error) from None
     folder.mkdir(exist_ok=True)
-    lines = benchmark.lines(found)
+    lines = [*benchmark.lines(found), *load_bench.lines(folder)]
     print(*lines, sep="\n")
     tables = {}
     if shutil.which("fio"):

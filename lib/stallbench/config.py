@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -46,7 +46,9 @@ class ConfigError(ValueError):
     """A request that is refused before anything runs; the message is one line and names field, value and way out."""
 
 
-class _Request(BaseModel):
+class Request(BaseModel):
+    """A frozen model that refuses unknown parameters."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @classmethod
@@ -79,7 +81,7 @@ def _one_line(error: ValidationError, cls: type[BaseModel]) -> str:
     return f"{field}{value} is refused: {message}"
 
 
-class Target(_Request):
+class Target(Request):
     """A named place that holds checkpoints and data.
 
     ``location`` is a directory, a URL that fsspec knows (``s3://bucket/prefix``, ``sftp://host/path``),
@@ -158,7 +160,21 @@ def parse_target(text: str) -> Target:
     return Target.parse(name=name, location=location)
 
 
-class Workload(_Request):
+def absolute(name: str) -> str:
+    """Make a local path absolute, since a trial runs in another folder; other names stay as they are.
+
+    Raises
+    ------
+    ValueError
+        If it names a data file that isn't there.
+    """
+    path = Path(name).expanduser()
+    if path.suffix.lower() in DATA_SUFFIXES and not path.is_file():
+        raise ValueError("there is no such file; name one that exists")
+    return str(path.absolute()) if path.exists() else name
+
+
+class Workload(Request):
     """What is trained, how long, and how often it is saved: the part that a trial and a study share."""
 
     steps: int = Field(30, ge=1, description="optimizer steps of one trial")
@@ -194,11 +210,7 @@ class Workload(_Request):
     @field_validator("model", "dataset")
     @classmethod
     def _absolute(cls, name: str) -> str:
-        """Make a local path absolute, since a trial runs in another folder; other names stay as they are."""
-        path = Path(name).expanduser()
-        if path.suffix.lower() in DATA_SUFFIXES and not path.is_file():
-            raise ValueError("there is no such file; name one that exists")
-        return str(path.absolute()) if path.exists() else name
+        return absolute(name)
 
     @field_validator("staging")
     @classmethod
@@ -245,13 +257,11 @@ class Workload(_Request):
         return self.steps // self.every_steps if self.every_steps else None
 
 
-class TrialConfig(Workload):
-    """One fine-tuning run on one target under one condition: the parameters of ``01_finetune_trial.ipynb``."""
+class TrialPlace(Request):
+    """Where one trial runs and where its results go: what every kind of trial names."""
 
     target: str = Field("emulated:hdd-nas-1gbe", description="a directory, a URL, or emulated:PROFILE")
     target_name: str = Field("target", description="how results call the target")
-    method: Method = Field("trainer", description="how checkpoints are saved; stallbench run --help lists the methods")
-    wait: Wait = Field("durable", description="return: go on when the save call is back; durable: when its bytes are")
     seed: int = Field(0, ge=0, description="seed of weights, order and dropout")
     block: int = Field(0, ge=0, description="block of the study that the trial belongs to")
     attempt: int = Field(1, ge=1, description="attempt at the block")
@@ -275,7 +285,7 @@ class TrialConfig(Workload):
         return self
 
     @classmethod
-    def from_namespace(cls, namespace: Mapping[str, Any]) -> "TrialConfig":
+    def from_namespace(cls, namespace: Mapping[str, Any]) -> Self:
         """Validate the parameters that the notebook's tagged cell left in ``namespace`` (its ``globals()``).
 
         Raises
@@ -286,8 +296,20 @@ class TrialConfig(Workload):
         return cls.parse(**{name: namespace[name] for name in cls.model_fields if name in namespace})
 
 
-class StudyConfig(Workload):
-    """A study: targets x methods x wait rules, one trial of each in every block, blocks in seeded random order."""
+class TrialConfig(Workload, TrialPlace):
+    """One fine-tuning run on one target under one condition: the parameters of ``01_finetune_trial.ipynb``."""
+
+    method: Method = Field("trainer", description="how checkpoints are saved; stallbench run --help lists the methods")
+    wait: Wait = Field("durable", description="return: go on when the save call is back; durable: when its bytes are")
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """What else than the target may be named by a path, and so is redacted."""
+        return [("model", self.model), ("data", self.dataset), ("staging", self.staging)]
+
+
+class StudyPlan(Request):
+    """What every study names: targets x methods x wait rules, one trial of each in every block."""
 
     targets: tuple[Target, ...] = Field(description="the first is compared with each of the others")
     methods: tuple[Method, ...] = Field(("trainer",), min_length=1)
@@ -337,6 +359,19 @@ class StudyConfig(Workload):
     def trials(self) -> int:
         """Trials of the whole study."""
         return self.blocks * len(self.targets) * len(self.conditions)
+
+
+class StudyConfig(Workload, StudyPlan):
+    """A study of saves, blocks in seeded random order."""
+
+    experiment: Literal["saves"] = "saves"
+    notebook: ClassVar[str] = "01_finetune_trial.ipynb"
+    shared: ClassVar[type[Workload]] = Workload
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """What else than a target may be named by a path, and so is redacted."""
+        return [("model", self.model), ("data", self.dataset), ("staging", self.staging)]
 
 
 DEFAULT_DISK = ROOT / ".target"

@@ -256,6 +256,11 @@ def wait_until(time_s: float) -> None:
         pass
 
 
+def wait_for(seconds: float) -> None:
+    """Wait as ``wait_until`` does: an emulated accelerator's step."""
+    wait_until(time.monotonic() + seconds)
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
     """Hold the state file alone; opened anew by each call, so that threads exclude each other too."""

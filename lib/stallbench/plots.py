@@ -45,13 +45,14 @@ _LANES = {
 }
 
 
-def _look(study: Study, target: str) -> dict[str, str]:
+def look(study: Study, target: str) -> dict[str, str]:
     """Give a target the same colour and marker in every figure."""
     index = study.targets.index(target) % len(_COLOURS)
     return {"color": _COLOURS[index], "marker": _MARKERS[index]}
 
 
-def _tick(study: Study, target: str) -> str:
+def tick(study: Study, target: str) -> str:
+    """Name a target at an axis, and say if it is emulated."""
     return f"{target}\n(emulated)" if study.emulated(target) else target
 
 
@@ -134,12 +135,12 @@ def _draw_events(axes: Axes, study: Study, measure: str, wait: str) -> None:
         if points.empty:
             continue
         y = len(study.targets) - 1 - row
-        look = _look(study, target)
-        axes.plot(points, y + scatter.uniform(-0.22, 0.22, len(points)), ls="", ms=4.5, alpha=0.45, mew=0, **look)
+        style = look(study, target)
+        axes.plot(points, y + scatter.uniform(-0.22, 0.22, len(points)), ls="", ms=4.5, alpha=0.45, mew=0, **style)
         mean = mean_interval(block_means(study, measure, target, wait))
         axes.plot([mean.low, mean.high], [y, y], color="black", lw=2.2, solid_capstyle="butt")
         axes.plot(mean.mean, y, marker="|", ms=17, mew=2.2, color="black")
-    axes.set_yticks(range(len(study.targets)), [_tick(study, target) for target in study.targets[::-1]])
+    axes.set_yticks(range(len(study.targets)), [tick(study, target) for target in study.targets[::-1]])
     axes.set_ylim(-0.5, len(study.targets) - 0.5)
     axes.set_xlim(left=0)
     axes.grid(axis="y", visible=False)
@@ -234,7 +235,7 @@ def cumulative(study: Study, schedule: Schedule) -> Figure:
     figure, axes = plt.subplots(figsize=(5.2, 3.1))
     for target, interval in _durable(study).items():
         steps = cumulative_wait(interval, schedule)
-        colour = _look(study, target)["color"]
+        colour = look(study, target)["color"]
         line = _LINES[study.targets.index(target) % len(_LINES)]
         axes.step(steps.hour, steps.wait_s / 60, where="post", color=colour, ls=line, label=_label(study, target))
         axes.fill_between(steps.hour, steps.low_s / 60, steps.high_s / 60, step="post", color=colour, alpha=0.22, lw=0)
@@ -255,7 +256,7 @@ def beside_the_article(study: Study, schedule: Schedule) -> Figure:
         ("article: NVMe, 30 s", Interval(ARTICLE_FAST_S, none, none, 0), "#eeeeee", ""),
     ]
     for target, interval in _durable(study).items():
-        bars.append((_label(study, target), interval, _look(study, target)["color"], ""))
+        bars.append((_label(study, target), interval, look(study, target)["color"], ""))
     figure, axes = plt.subplots(figsize=(5.2, 0.9 + 0.4 * len(bars)))
     for row, (_, interval, colour, hatch) in enumerate(bars[::-1]):
         mean, low, high = (value * schedule.saves / 60 for value in (interval.mean, interval.low, interval.high))

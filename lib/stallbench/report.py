@@ -8,15 +8,18 @@ from pathlib import Path
 import nbformat
 from nbconvert import HTMLExporter
 
-from stallbench import __version__
+from stallbench import __version__, load_present, present, verdicts
 from stallbench.config import NOTEBOOKS
 from stallbench.execute import execute_notebook, kernel_environment
-from stallbench.present import summary
 from stallbench.privacy import Redactor
 from stallbench.results import Study, load_study
 
 SECTIONS = ("02_checkpoint_stalls", "03_compounding")
 COVER = "report"
+# The page of a load study, and a section of the page of a study that holds one.
+LOAD_PAGE = "load_report"
+# Cells of a load study's page that only it needs.
+COVER_TAG = "cover"
 # The cell of the cover notebook in whose place the sections stand.
 SECTIONS_TAG, FIGURE_TAG = "sections", "figure"
 CELL_LIMIT_S = 300
@@ -47,13 +50,24 @@ def render(folder: str | Path) -> Path:
     study = load_study(folder)
     target = folder / "report"
     target.mkdir(exist_ok=True)
+    nested, of_load = verdicts.nested_load(study), study.experiment == "load"
     with tempfile.TemporaryDirectory(prefix="stallbench-") as scratch, kernel_environment(Path(scratch)):
-        executed = {name: _execute(name, folder, target, Path(scratch)) for name in (COVER, *SECTIONS)}
-    (target / "headline.png").write_bytes(_first_figure(executed[SECTIONS[0]]))
-    page = _to_html(_join(executed), study)
-    (target / "index.html").write_text(page, encoding="utf-8")
-    (target / "summary.md").write_text(summary(study), encoding="utf-8")
+        names = (LOAD_PAGE,) if of_load else (COVER, *SECTIONS)
+        executed = {name: _execute(name, folder, target, Path(scratch)) for name in names}
+        if nested:
+            executed[LOAD_PAGE] = _execute(LOAD_PAGE, nested.folder, target, Path(scratch))
+    (target / "headline.png").write_bytes(_first_figure(executed[LOAD_PAGE if of_load else SECTIONS[0]]))
+    notebook = executed[LOAD_PAGE] if of_load else _join(executed)
+    (target / "index.html").write_text(_to_html(notebook, study), encoding="utf-8")
+    words = load_present if of_load else present
+    (target / "summary.md").write_text(words.summary(study), encoding="utf-8")
     return target / "index.html"
+
+
+def told(study: Study) -> list[str]:
+    """Say a study's answer in lines for a terminal: one a condition, then the headline."""
+    words = load_present if study.experiment == "load" else verdicts
+    return [*words.summary_lines(study), words.headline(study)]
 
 
 def _execute(name: str, folder: Path, target: Path, scratch: Path) -> nbformat.NotebookNode:
@@ -82,6 +96,8 @@ def _join(executed: dict[str, nbformat.NotebookNode]) -> nbformat.NotebookNode:
     for cell in cover.cells:
         if SECTIONS_TAG in cell.metadata.get("tags", ()):
             cells += [part for name in SECTIONS for part in executed[name].cells]
+            nested = executed[LOAD_PAGE].cells if LOAD_PAGE in executed else []
+            cells += [part for part in nested if COVER_TAG not in part.metadata.get("tags", ())]
         else:
             cells.append(cell)
     return nbformat.v4.new_notebook(cells=cells, metadata=cover.metadata)

@@ -19,12 +19,13 @@ SCHEMA_VERSION = 2
 # Raised when the way of timing changes, so that figures of two versions are never compared.
 #   1  Trainer's save as shipped, fsync of the tree for durable, fadvise and mincore for cold
 #   2  a save begins once the last is durable (settle); raw limits with fio where it is installed
-METHOD_VERSION = 2
+#   3  metadata are dropped with the page cache, where the block device keeps its copy of them
+METHOD_VERSION = 3
 
 STUDY, ENVIRONMENT = "study.json", "environment.json"
 VALIDATION, BENCH, TORTURE = "validation.json", "bench.json", "torture.json"
 LAB_CHECK, LAB_SWEEP = "lab-check.json", "lab-sweep.json"
-TRIAL, FAILURE, SPANS = "trial.json", "failure.json", "spans.parquet"
+TRIAL, FAILURE, SPANS, LOAD = "trial.json", "failure.json", "spans.parquet", "load.parquet"
 # What tells a trial from the others.
 TRIAL_KEYS = ("trial", "target", "method", "wait", "block")
 
@@ -138,6 +139,27 @@ class Study:
             frames.append(frame.assign(**{key: getattr(row, key) for key in TRIAL_KEYS}))
         spans = pd.concat(frames, ignore_index=True)
         return spans.assign(duration_s=spans.end_s - spans.start_s)
+
+    @cached_property
+    def load(self) -> pd.DataFrame:
+        """All events of a load study's counted trials, with ``TRIAL_KEYS``: reads, saves, lines of the log, steps.
+
+        ``phase`` and ``kind`` say what it was, ``start_s`` (since the trial began) and ``latency_s`` when and how long,
+        ``worker`` which process, ``epoch`` which pass over the files, ``stands_for`` how many such events there were:
+        of reads from memory, every n-th was kept.
+        """
+        frames = [
+            pd.read_parquet(self.folder / "trials" / row.trial / LOAD).assign(
+                **{key: getattr(row, key) for key in TRIAL_KEYS}
+            )
+            for row in self.counted.itertuples()
+        ]
+        return pd.concat(frames, ignore_index=True)
+
+    @property
+    def experiment(self) -> str:
+        """What was studied: ``saves`` or ``load``."""
+        return self.request.get("experiment", "saves")
 
     @cached_property
     def phases(self) -> pd.DataFrame:
@@ -265,8 +287,9 @@ def status_of(path: Path) -> tuple[str, str]:
     """Say how a trial ended, ``complete``, ``failed`` or ``interrupted``, and why it isn't complete."""
     try:
         if (path / TRIAL).exists():
-            read_json(path / TRIAL)
-            return ("complete", "") if (path / SPANS).exists() else ("failed", f"its {SPANS} is gone")
+            tables = read_json(path / TRIAL).get("tables", [SPANS])
+            gone = [name for name in tables if not (path / name).exists()]
+            return ("failed", f"its {gone[0]} is gone") if gone else ("complete", "")
         if (path / FAILURE).exists():
             failure = read_json(path / FAILURE)
             return ("interrupted" if failure["interrupted"] else "failed"), failure["reason"]

@@ -13,10 +13,12 @@ import pandas as pd
 # with an asynchronous method write too, may lie beside training. A raw_* span is a probe of the target's limit; a
 # memory_save is the same save to memory, for what no storage can speed up; a mock_step is a wait in a step's stead; in
 # settle, which counts as nothing, the next save waits until the last one is durable, as minutes of training would.
+# Of a load trial: make_files and make_shards put the dataset on the target; a phase puts one kind of load on it; an
+# iteration is a part of the reload loop, named by part: reload, process, train, evaluate, save, restore.
 KINDS = (
     "put_data", "reload_data", "data_wait", "step", "save", "call", "queue", "snapshot", "serialize", "write", "sync",
     "commit", "delete", "settle", "eval", "restore", "raw_write", "raw_buffered", "raw_read", "raw_random", "raw_small",
-    "memory_save", "mock_step",
+    "memory_save", "mock_step", "make_files", "make_shards", "phase", "iteration",
 )  # fmt: skip
 
 

@@ -20,10 +20,11 @@ from uuid import uuid4
 
 import numpy as np
 
-from stallbench import emulated, lab, lab_profile, preflight, targets, workload
-from stallbench.config import EMULATED, NOTEBOOKS, ConfigError, Method, StudyConfig, Target, Wait, Workload
+from stallbench import lab, lab_profile, preflight, targets
+from stallbench.config import NOTEBOOKS, ConfigError, Method, Target, Wait
 from stallbench.environment import capture
 from stallbench.execute import execute_notebook, kernel_environment
+from stallbench.load_config import AnyStudy
 from stallbench.privacy import Redactor
 from stallbench.results import (
     ENVIRONMENT,
@@ -37,9 +38,6 @@ from stallbench.results import (
     trial_id,
     write_json,
 )
-
-# For the first guess of a study's length only; progress corrects it. Read off a 2-core machine.
-_KERNEL_START_S, _STEP_S, _DIRECTORY_BYTES_PER_S, _RESTORE_AND_CHECKS_S = 7.0, 0.15, 3e8, 5.0
 
 LAB_GRACE_S = 20.0  # in which a trial at its time limit may end by itself
 
@@ -62,7 +60,7 @@ class PlannedTrial:
         return f"block {self.block}: {self.target.name}, {self.method}, wait={self.wait}"
 
 
-def plan(config: StudyConfig) -> list[list[PlannedTrial]]:
+def plan(config: AnyStudy) -> list[list[PlannedTrial]]:
     """Give the blocks, each with one trial of every condition, in an order drawn from the study's seed."""
     draw = np.random.default_rng(config.seed)
     blocks = []
@@ -72,69 +70,7 @@ def plan(config: StudyConfig) -> list[list[PlannedTrial]]:
     return blocks
 
 
-@dataclass(frozen=True)
-class Preview:
-    """What a study will do: bytes written on each target (None where that can't be known yet), seconds.
-
-    ``facts`` says in lines what each target is.
-    """
-
-    written_bytes: int | None
-    seconds: float
-    facts: list[str]
-    warnings: list[str]
-
-
-def preview(config: StudyConfig) -> Preview:
-    """Check the targets and say what will run.
-
-    Raises
-    ------
-    ConfigError
-        If a target can't serve.
-    """
-    for target in config.targets:
-        if target.lab:
-            lab.require(target.location)
-    needed_bytes = max(workload.planned_bytes(config, method, wait) or 0 for method, wait in config.conditions)
-    warnings = targets.check(config.targets, needed_bytes, config.control)
-    found = [preflight.examine(target, probe=False) for target in config.targets]
-    facts = [line for one in found for line in preflight.lines(one)]
-    warnings += preflight.warnings(found)
-    for method in config.methods:
-        workload.check_memory(method, config.model)
-    if len(config.targets) == 1:
-        warnings.append("one target: the report describes it and compares nothing; add a second --target")
-    if config.warmup_saves <= config.keep:
-        warnings.append(
-            f"warmup_saves={config.warmup_saves}: saves up to the first deletion (keep={config.keep}) touch fresh "
-            f"memory and are no measure of later ones; use --set warmup_saves={config.keep + 1}"
-        )
-    if config.blocks == 1:
-        warnings.append("one block: figures come without an interval; use --blocks 3 or more")
-    one_save = {method: workload.checkpoint_bytes(config.model, method) for method in config.methods}
-    saves = config.planned_saves
-    known = saves is not None and None not in one_save.values()
-    written_bytes = sum(one_save[method] for method, _ in config.conditions) * saves * config.blocks if known else None
-    seconds = sum(
-        _guess_s(config, target, saves or 1, one_save[method] or 0)
-        for target in config.targets
-        for method, _ in config.conditions
-    )
-    return Preview(written_bytes, seconds * config.blocks, facts, warnings)
-
-
-def _guess_s(config: StudyConfig, target: Target, saves: int, checkpoint_bytes: int) -> float:
-    rate = _DIRECTORY_BYTES_PER_S
-    if target.emulated:
-        rate = emulated.parse_profile(target.location.removeprefix(EMULATED)).sustained_bytes_per_s
-    elif target.lab:
-        rate = lab_profile.parse(target.location).sustained_bytes_per_s
-    # The restore reads the last checkpoint once more, and the raw limit takes about one more.
-    return _KERNEL_START_S + config.steps * _STEP_S + _RESTORE_AND_CHECKS_S + (saves + 2) * checkpoint_bytes / rate
-
-
-def open_folder(config: StudyConfig, folder: Path, show_paths: bool) -> dict[str, Any]:
+def open_folder(config: AnyStudy, folder: Path, show_paths: bool) -> dict[str, Any]:
     """Make the study's folder, or recognise the same study in it and go on.
 
     Raises
@@ -146,7 +82,7 @@ def open_folder(config: StudyConfig, folder: Path, show_paths: bool) -> dict[str
         found = read_json(folder / STUDY)
         asked = _request(config, found["study_id"], show_paths)
         for field, value in asked.items():
-            if field not in _NOT_COMPARED and found.get(field) != value:
+            if field not in _NOT_COMPARED and ({"experiment": "saves"} | found).get(field) != value:
                 raise ConfigError(
                     f"out={str(folder)!r} holds another study ({field} differs); name a fresh folder with --out, "
                     "or repeat the earlier request to resume it"
@@ -164,7 +100,7 @@ def open_folder(config: StudyConfig, folder: Path, show_paths: bool) -> dict[str
     return request
 
 
-def _request(config: StudyConfig, study_id: str, show_paths: bool) -> dict[str, Any]:
+def _request(config: AnyStudy, study_id: str, show_paths: bool) -> dict[str, Any]:
     """Give the resolved request; a target's path stands in it as a salted fingerprint, enough to recognise it."""
     places = []
     for target in config.targets:
@@ -183,7 +119,8 @@ def _request(config: StudyConfig, study_id: str, show_paths: bool) -> dict[str, 
         "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": _redactor(config, show_paths).text(shlex.join(["stallbench", *sys.argv[1:]])),
         "targets": places,
-        "workload_fingerprint": _fingerprint(study_id, f"{config.model}\n{config.dataset}"),  # both may be paths
+        # Model and data may be paths.
+        "workload_fingerprint": _fingerprint(study_id, "\n".join(path for name, path in config.places[:2])),
         **_redactor(config, show_paths).tree(config.model_dump(mode="json", exclude={"targets"})),
     }
 
@@ -196,14 +133,10 @@ def _forms(target: Target) -> tuple[str | Path, ...]:
     return (target.location,) if target.remote else (target.location, targets.directory(target))
 
 
-def _redactor(config: StudyConfig, show_paths: bool, labs: Sequence[Target] = ()) -> Redactor:
+def _redactor(config: AnyStudy, show_paths: bool, labs: Sequence[Target] = ()) -> Redactor:
     places = [target for target in config.targets if target.mounted or target.remote]
     paths = [(target.name, path) for target in places for path in _forms(target)]
-    paths += [
-        (name, path)
-        for name, path in (("model", config.model), ("data", config.dataset), ("staging", config.staging))
-        if path.startswith("/")
-    ]
+    paths += [(name, path) for name, path in config.places if path.startswith("/")]
     paths += [(target.name, target.location) for target in labs]
     return Redactor(paths, show_paths)
 
@@ -212,12 +145,12 @@ def _redactor(config: StudyConfig, show_paths: bool, labs: Sequence[Target] = ()
 OnTrial = Callable[[PlannedTrial, str, float, float], None]
 
 
-def trials_to_run(config: StudyConfig, folder: Path) -> int:
+def trials_to_run(config: AnyStudy, folder: Path) -> int:
     """Count the trials of a study's folder that still have to run."""
     return sum(len(trials) for _, trials in _missing(config, folder))
 
 
-def run(config: StudyConfig, folder: Path, on_trial: OnTrial, show_paths: bool = False) -> bool:
+def run(config: AnyStudy, folder: Path, on_trial: OnTrial, show_paths: bool = False) -> bool:
     """Run what is missing of a study.
 
     A block counts when each of its trials has its ``trial.json``; any other is run again whole, since trials are
@@ -257,7 +190,7 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _run_missing(config: StudyConfig, folder: Path, on_trial: OnTrial, show_paths: bool) -> bool:
+def _run_missing(config: AnyStudy, folder: Path, on_trial: OnTrial, show_paths: bool) -> bool:
     request = read_json(folder / STUDY)
     todo = _missing(config, folder)
     total = sum(len(trials) for _, trials in todo)
@@ -313,7 +246,7 @@ def _deadline(made: lab.Lab | None, limit_s: float) -> Iterator[None]:
         timer.join()  # it may be at work, and what follows would get in its way
 
 
-def _missing(config: StudyConfig, folder: Path) -> list[tuple[int, list[PlannedTrial]]]:
+def _missing(config: AnyStudy, folder: Path) -> list[tuple[int, list[PlannedTrial]]]:
     """Give the attempt number and the trials of each block that isn't complete."""
     found, _ = scan(folder)
     todo = []
@@ -327,7 +260,7 @@ def _missing(config: StudyConfig, folder: Path) -> list[tuple[int, list[PlannedT
 
 
 def _run_trial(
-    config: StudyConfig,
+    config: AnyStudy,
     folder: Path,
     planned: PlannedTrial,
     attempt: int,
@@ -340,7 +273,7 @@ def _run_trial(
     name = trial_id(planned.block, attempt, planned.target.name, planned.method, planned.wait)
     out = folder / "trials" / name
     out.mkdir()
-    parameters = config.model_dump(include=set(Workload.model_fields)) | {
+    parameters = config.model_dump(include=set(config.shared.model_fields)) | {
         "target": planned.target.location if planned.target.emulated or planned.target.remote else str(owned.parent),
         "target_name": planned.target.name,
         "method": planned.method,
@@ -354,7 +287,7 @@ def _run_trial(
     }
     try:
         execute_notebook(
-            NOTEBOOKS / "01_finetune_trial.ipynb",
+            NOTEBOOKS / config.notebook,
             out / "notebook.ipynb",
             parameters,
             redactor,

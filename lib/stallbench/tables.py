@@ -172,7 +172,7 @@ def machine_table(study: Study) -> pd.DataFrame:
         "system": f"{machine['system']}, Python {machine['python']}",
         "packages": ", ".join(f"{name} {version}" for name, version in machine["packages"].items()),
         "model": str(study.request["model"]),
-        "data": str(study.request["dataset"]),
+        "data": str(study.request.get("dataset", "small files of text")),
         "commit": machine["git_commit"],
         "begun": study.request["created_utc"],
     }

@@ -39,7 +39,7 @@ class TrialError(RuntimeError):
     """A trial that ran and can't count; the message says why in one line."""
 
 
-def _step_of_trial(method: Callable[..., Any]) -> Callable[..., Any]:
+def step_of_trial(method: Callable[..., Any]) -> Callable[..., Any]:
     """Turn an error inside one of the trial's steps into a recorded failure, and leave nothing on the target."""
 
     @wraps(method)
@@ -79,8 +79,7 @@ class Trial:
             targets.check([self.target], self._needed_bytes() or 0)
             workload.check_memory(config.method, config.model)
         self.out = self._make_out()
-        places = [("model", config.model), ("data", config.dataset), (config.target_name, config.target)]
-        places.append(("staging", config.staging))
+        places = [*config.places, (config.target_name, config.target)]
         paths = [(name, path) for name, path in places if path.startswith(("/", "~", "$", ".")) or "://" in path]
         self.redactor = Redactor(paths, config.show_paths)
         owned = self._own_folder()
@@ -112,7 +111,7 @@ class Trial:
     def _needed_bytes(self) -> int | None:
         return workload.planned_bytes(self.config, self.config.method, self.config.wait)
 
-    @_step_of_trial
+    @step_of_trial
     def put_data(self) -> None:
         """Write the tokenised data to the target, then read it back cold: what a fresh iteration waits for."""
         from stallbench.recording import synchronize
@@ -137,7 +136,7 @@ class Trial:
         with self.timeline.span(kind, **caches) as span:
             yield span
 
-    @_step_of_trial
+    @step_of_trial
     def train(self) -> None:
         """Fine-tune with saves at the interval, one step beyond the last save, and an evaluation.
 
@@ -159,7 +158,7 @@ class Trial:
         self._unbroken = self._fingerprint(trainer)
         self.evaluation = trainer.evaluate()
 
-    @_step_of_trial
+    @step_of_trial
     def restore(self) -> None:
         """Read the last checkpoint back cold into a new model and optimizer, prove it equal, and train on for a step.
 
@@ -183,7 +182,7 @@ class Trial:
             for layer, state in caches.items():
                 setattr(span, layer, state)
         self._prove_restored(saved, second)
-        self._check_cold(caches["cache_data"])
+        self._check_cold("restore", self._restore_spans())
 
     def _prove_restored(self, saved: dict, second: "Trainer") -> None:
         """Compare the restored state with the saved one, and the next step with the unbroken run's.
@@ -203,7 +202,7 @@ class Trial:
                 raise TrialError(f"the restored run's next loss is {losses}, the unbroken run's {self.losses[-1:]}")
         self.checks |= {"restored_equal": parts, "next_step_equal": full, "loss": self.losses[-1]}
 
-    @_step_of_trial
+    @step_of_trial
     def control(self) -> None:
         """Record the same save to memory, and what a save beside it takes from an emulated accelerator's steps."""
         from stallbench.controls import memory_saves, mock_steps
@@ -217,7 +216,7 @@ class Trial:
             mock_steps(trainer, trainer.checkpointer, self.timeline, sum(steps) / len(steps))
         self._close_checkpointer(trainer)
 
-    @_step_of_trial
+    @step_of_trial
     def finish(self) -> Path:
         """Leave the target as it was and write the results; ``trial.json`` comes last and says that the trial counts.
 
@@ -317,15 +316,15 @@ class Trial:
     def _restore_spans(self) -> list[Span]:
         return [span for span in self.timeline.spans if span.kind == "restore"]
 
-    def _check_cold(self, cache_data: str) -> None:
-        parts = self._restore_spans()
-        rate = sum(part.size_bytes for part in parts) / sum(part.duration_s for part in parts)
-        if cache_data != "cold" or not 0 < COLD_READ_SLACK * self._raw_read() < rate:
+    def _check_cold(self, what: str, reads: Sequence[Span]) -> None:
+        """Fail on cold reads that are faster than the raw limit: they weren't cold."""
+        rate = sum(read.size_bytes for read in reads) / sum(read.duration_s for read in reads)
+        if reads[0].cache_data != "cold" or not 0 < COLD_READ_SLACK * self._raw_read() < rate:
             return
         raw_limits(self.workspace, self.timeline)  # what else ran may have slowed the first probe down
         if rate > COLD_READ_SLACK * self._raw_read():
             raise TrialError(
-                f"the cold restore ran at {rate / 1e6:,.0f} MB/s, above the raw limit of {self._raw_read() / 1e6:,.0f} "
+                f"the cold {what} ran at {rate / 1e6:,.0f} MB/s, above the raw limit of {self._raw_read() / 1e6:,.0f} "
                 "MB/s: some cache below was warm, so the figure would be wrong"
             )
 

@@ -1,8 +1,6 @@
 """The articles' claims, each with a rule fixed here before any reference study was run, and the headline."""
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import pandas as pd
 
@@ -21,13 +19,23 @@ from stallbench.analysis import (
     waits_of_first,
 )
 from stallbench.config import ASYNCHRONOUS
+from stallbench.judging import (
+    MODELLED,
+    NOT_REPRODUCED,
+    NOT_TESTED,
+    REPRODUCED,
+    UNDECIDED,
+    Claim,
+    Judgement,
+    called,
+    on_this_storage,
+    within,
+)
+from stallbench.load_verdicts import JUDGED_UNDER_LOAD
 from stallbench.matrix import beside_saves, given_back
 from stallbench.models import Schedule, worked_example
-from stallbench.results import Study
+from stallbench.results import STUDY, Study, load_study
 from stallbench.stats import Interval, PairedRatio, mean_interval
-
-REPRODUCED, NOT_REPRODUCED, UNDECIDED = "reproduced", "not reproduced", "undecided"
-MODELLED, NOT_TESTED = "modelled", "not tested here"
 
 # Claim 1.2: "about 25 %".
 CLAIM_LOW, CLAIM_HIGH = 0.15, 0.35
@@ -36,49 +44,6 @@ RESTORE_DIFFERENCE = 0.05
 # Claim 1.7: likewise for each of the raw limits.
 RAW_DIFFERENCE = 0.05
 _RAW = {"raw_write": "raw write", "raw_read": "raw cold read", "raw_random": "random 4 KiB read"}
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """A verdict with the figure that it rests on, in words."""
-
-    verdict: str
-    figure: str
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One claim of the articles; ``judge`` takes the study and the target that the first is compared with."""
-
-    id: str
-    text: str
-    rule: str
-    section: str
-    judge: Callable[[Study, str], Judgement]
-
-
-def within(low: float, high: float, least: float, most: float) -> str:
-    """Judge an interval against a range: inside it, wholly outside it, or neither."""
-    if not low <= high:  # NaN: one block has no interval
-        return UNDECIDED
-    if least <= low and high <= most:
-        return REPRODUCED
-    return NOT_REPRODUCED if high < least or low > most else UNDECIDED
-
-
-def _on_this_storage(study: Study, other: str, verdict: str, figure: str) -> Judgement:
-    """Hold a verdict back where the storage can't carry it."""
-    first = study.targets[0]
-    media = [study.storage(target)["medium"] for target in (first, other)]
-    if study.same_place(first, other):
-        return Judgement(NOT_TESTED, f"A/A control, one storage against itself. {figure}")
-    if study.same_device(first, other):
-        return Judgement(NOT_TESTED, f"Both lie on one device. {figure}")
-    if "emulated" in media:
-        return Judgement(MODELLED, figure)
-    if "memory" in media:
-        return Judgement(NOT_TESTED, f"One target is memory, not storage. {figure}")
-    return Judgement(verdict, f"{figure} Compared: {called(study, first)} and {called(study, other)}.")
 
 
 def _training_phase(study: Study, other: str) -> Judgement:
@@ -98,7 +63,7 @@ def _training_phase(study: Study, other: str) -> Judgement:
         figure += f" Steps beside a save by {study.methods[0]} are among them."
     if study.remote(study.targets[0]) or study.remote(other):
         return Judgement(NOT_TESTED, f"Training reads a local copy where a target is a URL. {figure}")
-    return _on_this_storage(study, other, _agreed(verdicts), figure)
+    return on_this_storage(study, other, _agreed(verdicts), figure)
 
 
 def _agreed(verdicts: list[str]) -> str:
@@ -114,7 +79,7 @@ def _save_time(study: Study, other: str) -> Judgement:
     figure = f"{'; '.join(figures)}."
     if other == compared_with(study)[-1]:  # it says which store would do, of whatever the others are
         figure += f" {which_nas.words(study) or storage_for_claim(study, other)}"
-    return _on_this_storage(study, other, _agreed(verdicts), figure)
+    return on_this_storage(study, other, _agreed(verdicts), figure)
 
 
 def _saved(one: Comparison) -> str:
@@ -189,7 +154,7 @@ def _restore(study: Study, other: str) -> Judgement:
         verdict = REPRODUCED  # the first is slower: that matters as much
     elif verdict == NOT_REPRODUCED and low < -RESTORE_DIFFERENCE:
         verdict = UNDECIDED
-    return _on_this_storage(study, other, verdict, figure)
+    return on_this_storage(study, other, verdict, figure)
 
 
 def _mechanics(study: Study, other: str) -> Judgement:
@@ -209,7 +174,7 @@ def _mechanics(study: Study, other: str) -> Judgement:
     verdicts = [within(ratio.time_saved_low, ratio.time_saved_high, RAW_DIFFERENCE, 1.0) for ratio in found.values()]
     verdict = NOT_REPRODUCED if NOT_REPRODUCED in verdicts else _agreed(verdicts)
     figure += ". A seek and a network hop can't be told apart from outside."
-    return _on_this_storage(study, other, verdict, figure)
+    return on_this_storage(study, other, verdict, figure)
 
 
 def _untested(id: str, text: str) -> Claim:
@@ -264,12 +229,24 @@ CLAIMS = (
 )  # fmt: skip
 
 
+def nested_load(study: Study) -> Study | None:
+    """Give the load study in the study's folder ``load``; None if there is none."""
+    folder = study.folder / "load"
+    return load_study(folder) if (folder / STUDY).is_file() else None
+
+
 def claims_table(study: Study) -> pd.DataFrame:
-    """Judge every claim: ``id``, ``claim``, ``rule``, ``verdict``, ``figure``, ``section``, one row each."""
-    others = compared_with(study)
+    """Judge every claim: ``id``, ``claim``, ``rule``, ``verdict``, ``figure``, ``section``, one row each.
+
+    What takes a load study is judged on it: the study itself, or the one that lies in its folder ``load``.
+    """
+    saves, load = (None, study) if study.experiment == "load" else (study, nested_load(study))
     rows = []
     for claim in CLAIMS:
-        judged = [(other, claim.judge(study, other)) for other in others]
+        rule, section, judge = JUDGED_UNDER_LOAD.get(claim.id, (claim.rule, claim.section, claim.judge))
+        where = load if claim.id in JUDGED_UNDER_LOAD else saves
+        others = compared_with(where) if where else []
+        judged = [(other, judge(where, other)) for other in others]
         named = len(others) > 1
         verdict = "; ".join(f"{other}: {one.verdict}" if named else one.verdict for other, one in judged)
         figure = " ".join(
@@ -279,18 +256,13 @@ def claims_table(study: Study) -> pd.DataFrame:
             {
                 "id": claim.id,
                 "claim": claim.text,
-                "rule": claim.rule,
+                "rule": rule,
                 "verdict": verdict or NOT_TESTED,
                 "figure": figure.strip(),
-                "section": claim.section,
+                "section": section if where else "",
             }
         )
     return pd.DataFrame(rows)
-
-
-def called(study: Study, target: str) -> str:
-    """Name a target with what is known of its storage."""
-    return f"{target} ({study.storage(target)['words']})"
 
 
 def headline(study: Study) -> str:
