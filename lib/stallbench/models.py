@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 import pandas as pd
 
+from stallbench.checks import require_finite, require_positive
 from stallbench.stats import Interval
 
 SECONDS_PER_MINUTE = 60
@@ -50,7 +51,7 @@ class Schedule:
         """Refuse what can't be a schedule."""
         for field in fields(self):
             value = getattr(self, field.name)
-            _require_positive(field.name, value)
+            require_positive(field.name, value)
             if field.type is int and value != int(value):
                 raise ValueError(f"{field.name}={value:g} is refused: it must be a whole number")
         for name, most in (("workdays_per_week", 7), ("workdays_per_year", 366)):
@@ -100,8 +101,8 @@ def time_saved(fast_s: float, slow_s: float) -> float:
     ValueError
         If a time isn't a positive number.
     """
-    _require_positive("fast_s", fast_s)
-    _require_positive("slow_s", slow_s)
+    require_positive("fast_s", fast_s)
+    require_positive("slow_s", slow_s)
     return 1 - fast_s / slow_s
 
 
@@ -120,8 +121,8 @@ def speedup(fast_s: float, slow_s: float) -> float:
     ValueError
         If a time isn't a positive number.
     """
-    _require_positive("fast_s", fast_s)
-    _require_positive("slow_s", slow_s)
+    require_positive("fast_s", fast_s)
+    require_positive("slow_s", slow_s)
     return slow_s / fast_s - 1
 
 
@@ -216,8 +217,8 @@ def drive_wear(save_bytes: float, schedule: Schedule, endurance_bytes: float) ->
     ValueError
         If a size isn't a positive number.
     """
-    _require_positive("save_bytes", save_bytes)
-    _require_positive("endurance_bytes", endurance_bytes)
+    require_positive("save_bytes", save_bytes)
+    require_positive("endurance_bytes", endurance_bytes)
     per_year = save_bytes * schedule.saves * schedule.runs_per_day * schedule.workdays_per_year
     return DriveWear(per_year, per_year / endurance_bytes, endurance_bytes / per_year)
 
@@ -240,15 +241,5 @@ def worked_example() -> WorkedExample:
 def _scaled(save_s: Interval | float, events: pd.Series) -> dict[str, pd.Series]:
     nan = float("nan")
     mean, low, high = (save_s.mean, save_s.low, save_s.high) if isinstance(save_s, Interval) else (save_s, nan, nan)
-    _require_finite("save_s", mean)
+    require_finite("save_s", mean)
     return {"wait_s": events * mean, "low_s": events * low, "high_s": events * high}
-
-
-def _require_finite(name: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value:g} is refused: it must be a finite number")
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}={value:g} is refused: it must be a number above 0")
