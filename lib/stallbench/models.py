@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 import pandas as pd
 
-from stallbench.checks import require_finite, require_positive
+from stallbench.checks import require_finite, require_not_negative, require_positive
 from stallbench.stats import Interval
 
 SECONDS_PER_MINUTE = 60
@@ -68,6 +68,37 @@ class Schedule:
         """Saves of one run: one at the end of every whole interval, the one at the end of the run included."""
         # The small term keeps 4.8 min / 0.1 min at 48, where binary fractions would give 47.999.
         return math.floor(self.run_h * MINUTES_PER_HOUR / self.interval_min + 1e-9)
+
+
+@dataclass(frozen=True)
+class SaveTime:
+    """The time of a save as a straight line over its bytes: ``latency_s + size_bytes / bytes_per_s``.
+
+    Parameters
+    ----------
+    latency_s
+        Seconds that a save takes whatever its size; 0 is allowed.
+    bytes_per_s
+        Bandwidth.
+
+    Raises
+    ------
+    ValueError
+        If ``latency_s`` is below 0, ``bytes_per_s`` isn't above 0, or one isn't finite.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be a save's time."""
+        require_not_negative("latency_s", self.latency_s)
+        require_positive("bytes_per_s", self.bytes_per_s)
+
+    def seconds(self, size_bytes: float) -> float:
+        """Give the seconds that a save of ``size_bytes`` takes; refuses a size that isn't a positive number."""
+        require_positive("size_bytes", size_bytes)
+        return self.latency_s + size_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, eq=False)
