@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from stallbench.checks import require_finite, require_not_negative, require_positive, require_whole, require_within
-from stallbench.models import MINUTES_PER_HOUR, SaveTime, Schedule
-from stallbench.recovery import SECONDS_PER_HOUR
+from stallbench.models import MINUTES_PER_HOUR, SECONDS_PER_HOUR, SaveTime, Schedule
 from stallbench.stats import Interval
 
 MONTHS_PER_YEAR = 12

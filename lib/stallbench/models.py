@@ -10,6 +10,7 @@ from stallbench.stats import Interval
 
 SECONDS_PER_MINUTE = 60
 MINUTES_PER_HOUR = 60
+SECONDS_PER_HOUR = 3600
 ARTICLE_FAST_S = 30.0  # article 000_c54d6adbbf34d903.txt: a checkpoint that takes 40 s instead of 30 s
 ARTICLE_SLOW_S = 40.0
 

@@ -41,9 +41,9 @@ import pandas as pd
 from scipy import optimize
 
 from stallbench.checks import require_not_negative, require_positive, require_whole
+from stallbench.models import SECONDS_PER_HOUR
 from stallbench.stats import Interval
 
-SECONDS_PER_HOUR = 3600.0
 SECONDS_PER_DAY = 86400.0
 # Mean time to failure of one accelerator, about: MLCommons, 2025-08-04 (MLPerf Storage v2.0).
 ACCELERATOR_MTTF_H = 50_000.0
