@@ -20,7 +20,7 @@ ORDER = (
     "checkpointing.__init__", "checkpointing.state", "checkpointing.commit", "checkpointing.direct",
     "checkpointing.writers", "checkpointing.checkpointer",
     "recording", "training", "controls", "results", "trial", "environment", "execute", "study", "attach",
-    "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity",
+    "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity", "sizes",
     "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present", "proofs",
     "report", "bench", "race", "calibration", "volatile_disk", "powercut", "torture",
     "lab_cli", "cli", "__main__",
@@ -30,7 +30,7 @@ MEASURING = {
     "trial", "study", "execute", "attach", "preflight", *(name for name in ORDER if name.startswith("checkpointing")),
 }  # fmt: skip
 ANALYSING = {
-    "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity",
+    "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity", "sizes",
     "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present", "proofs",
 }  # fmt: skip
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
