@@ -22,8 +22,8 @@ ORDER = (
     "recording", "training", "controls", "results", "trial", "environment", "execute", "study", "attach",
     "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity", "sizes",
     "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present", "proofs",
-    "report", "bench", "race", "calibration", "volatile_disk", "powercut", "torture",
-    "lab_cli", "cli", "__main__",
+    "digest", "regression", "report", "bench", "race", "calibration", "volatile_disk", "powercut", "torture",
+    "compare_cli", "lab_cli", "cli", "__main__",
 )  # fmt: skip
 MEASURING = {
     "spans", "storage", "ownership", "remote", "targets", "probe", "workload", "recording", "training", "controls",
@@ -32,6 +32,7 @@ MEASURING = {
 ANALYSING = {
     "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity", "sizes",
     "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present", "proofs",
+    "digest", "regression",
 }  # fmt: skip
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

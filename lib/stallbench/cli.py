@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from stallbench import __version__, lab_cli, preflight_cli
+from stallbench import __version__, compare_cli, lab_cli, preflight_cli
 from stallbench.config import (
     DEFAULT_DISK,
     DEFAULT_TARGETS,
@@ -213,9 +213,25 @@ def _render(console: Console, folder: Path) -> None:
 @app.command()
 def report(
     study: Annotated[Path, typer.Argument(help="A folder that stallbench run wrote.")],
+    format_: Annotated[
+        str, typer.Option("--format", help="html: render the page. md, json: print the figures, render nothing.")
+    ] = "html",
 ) -> None:
-    """Render a study's report again, without measuring."""
-    _render(Console(soft_wrap=True, highlight=False), study)
+    """Render a study's report again, without measuring, or print its figures."""
+    if format_ == "html":
+        _render(Console(soft_wrap=True, highlight=False), study)
+        return
+    from stallbench import digest
+    from stallbench.results import load_study
+
+    try:
+        if format_ not in ("md", "json"):
+            raise ConfigError(f"format={format_!r} is unknown; choose one of: html, md, json")
+        found = load_study(study)
+    except ConfigError as error:
+        raise _refuse(error) from None
+    text = digest.markdown(found) if format_ == "md" else json.dumps(digest.values(found), indent=1, allow_nan=False)
+    typer.echo(text.rstrip("\n"))
 
 
 _KEEP_HELP = "A study's folder: keep the table there, and its report shows it."
@@ -314,6 +330,7 @@ def torture(
         raise typer.Exit(FAILED)
 
 
+app.command()(compare_cli.compare)
 app.command()(preflight_cli.targets)
 app.command()(preflight_cli.clean)
 app.add_typer(lab_cli.app, name="lab")
