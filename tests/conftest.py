@@ -1,11 +1,17 @@
 """What several tests need: a model small enough to train in seconds, and one finished study."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pandas as pd
 import pytest
+
+if TYPE_CHECKING:
+    from stallbench.trial import Trial
 
 # Before any test imports a Hugging Face library: the suite never downloads.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -96,3 +102,13 @@ def finished(tmp_path_factory, command) -> Finished:
     run = subprocess.run(command(*arguments), capture_output=True, text=True, env=environment, timeout=240)
     assert run.returncode == 0, run.stdout + run.stderr
     return Finished(folder, disk, before, run)
+
+
+def run(trial: "Trial") -> tuple[dict, pd.DataFrame]:
+    """Run a trial whole; gives its result and its spans."""
+    trial.put_data()
+    trial.train()
+    trial.restore()
+    trial.control()
+    out = trial.finish()
+    return json.loads((out / "trial.json").read_text()), pd.read_parquet(out / "spans.parquet")

@@ -8,8 +8,10 @@ from contextlib import ExitStack
 import pandas as pd
 import pytest
 
+from conftest import contents, run
 from servers import ACCESS_KEY, SECRET_KEY, kill, missing, s3_server, sftp_server
 from stallbench.config import ConfigError, StudyConfig, Target, TrialConfig, parse_target
+from stallbench.ownership import MARKER, machine_id
 from stallbench.remote import Store, connect
 from stallbench.targets import claim
 from stallbench.trial import Trial
@@ -71,15 +73,6 @@ def served(tmp_path):
 def make(tiny: dict, target: str, out, method: str = "torch", **overrides) -> Trial:
     values = tiny | FIVE | {"target": target, "method": method, "out": str(out), "wait": "return"} | overrides
     return Trial(TrialConfig.parse(**values))
-
-
-def run(trial: Trial) -> tuple[dict, pd.DataFrame]:
-    trial.put_data()
-    trial.train()
-    trial.restore()
-    trial.control()
-    out = trial.finish()
-    return json.loads((out / "trial.json").read_text()), pd.read_parquet(out / "spans.parquet")
 
 
 def reason(trial: Trial) -> str:
@@ -260,3 +253,23 @@ def test_a_bucket_that_is_not_there_is_refused_in_one_line(s3, tiny, tmp_path):
     with pytest.raises(ConfigError, match="takes no files") as refused:
         make(tiny, "s3://no-such-bucket/x", tmp_path / "out")
     assert "\n" not in str(refused.value)
+
+
+def test_only_what_an_ended_run_of_this_machine_marked_is_removed_from_a_store(serve, served, tmp_path):
+    """A marker that makes no sense names nobody who could have ended; one that is large is none of ours."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    pids = {"gone": ended.pid, "negative": -5, "zero": 0, "flag": True, "huge": 1 << 40, "text": "1", "none": None}
+    for name, pid in pids.items():
+        (served / f"stallbench-{name}").mkdir()
+        marker = {"study_id": name, "machine": machine_id(), "pid": pid}
+        (served / f"stallbench-{name}" / MARKER).write_text(json.dumps(marker))
+        (served / f"stallbench-{name}" / "data").write_text("bytes")
+    (served / "stallbench-long").mkdir()
+    long = {"study_id": "long", "machine": machine_id(), "pid": ended.pid, "more": "x" * 5000}
+    (served / "stallbench-long" / MARKER).write_text(json.dumps(long))
+    before = contents(served)
+    url, _ = serve(served)
+    with claim(Target(name="box", location=url), "mine"):
+        pass
+    assert contents(served) == {name: text for name, text in before.items() if not name.startswith("stallbench-gone/")}

@@ -155,6 +155,7 @@ def test_a_bound_that_two_blocks_leave_open_is_not_spelled_out():
     assert analysis.percent(0.51, -170.84, 0.998) == "51 % (below -1000 to 100)"
     assert analysis.percent(0.51, -9.5, 0.998) == "51 % (-950 to 100)"
     assert analysis.percent(1.04, 0.5, 2842.9) == "104 % (50 to above 1000)"
+    assert analysis.percent(1.04, -12.0, 2842.9) == "104 % (below -1000 to above 1000)"
 
 
 def altered(finished, **changes) -> Study:
@@ -164,6 +165,7 @@ def altered(finished, **changes) -> Study:
     first, second = request["targets"]
     first["storage"] |= {"medium": "nvme"}
     second["storage"] |= {"medium": changes.pop("medium", "network")}
+    second["storage"] |= {"file_system": changes.pop("file_system", "nfs4")}
     second |= {name: first[name] for name in changes.pop("as_the_first", ())}
     return dataclasses.replace(study, request=request)
 
@@ -183,6 +185,15 @@ def test_a_verdict_is_held_back_where_the_storage_cannot_carry_it(finished, chan
     row = verdicts.claims_table(study).set_index("id").loc["1.2"]
     assert row.verdict in verdicts_of_1_2 and words in row.figure
     assert ("A/A control" in verdicts.headline(study)) == (words == "A/A control")
+
+
+@pytest.mark.parametrize("file_system", ["nfs4", "fsspec"])
+def test_where_training_reads_a_local_copy_the_training_phase_is_not_tested(finished, file_system):
+    study = altered(finished, file_system=file_system)
+    row = verdicts.claims_table(study).set_index("id").loc["1.1"]
+    remote = file_system == "fsspec"
+    assert (row.verdict == verdicts.NOT_TESTED) == remote == ("reads a local copy" in row.figure)
+    assert any("training reads a local copy" in text for text in present.warnings(study)) == remote
 
 
 def test_a_study_of_one_target_is_described_and_compares_nothing(finished, tmp_path):

@@ -7,11 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pandas as pd
 import psutil
 import pytest
 
-from conftest import FAST_NAS, contents, foreign_files
+from conftest import FAST_NAS, contents, foreign_files, run
 from stallbench.config import ConfigError, TrialConfig
 from stallbench.emulated import default_folder
 from stallbench.ownership import sweep
@@ -36,15 +35,6 @@ def place(tmp_path) -> Path:
     folder.mkdir()
     foreign_files(folder)
     return folder
-
-
-def run(trial: Trial) -> tuple[dict, pd.DataFrame]:
-    trial.put_data()
-    trial.train()
-    trial.restore()
-    trial.control()
-    out = trial.finish()
-    return json.loads((out / "trial.json").read_text()), pd.read_parquet(out / "spans.parquet")
 
 
 def reason(trial: Trial) -> str:

@@ -258,10 +258,10 @@ def duration(wait_s: float, low_s: float = math.nan, high_s: float = math.nan, b
 
 def percent(share: float, low: float = math.nan, high: float = math.nan) -> str:
     """Write a share in percent with its interval; a bound that few blocks leave all but open is said as such."""
-    if low < OPEN_SHARE:
-        return f"{share * 100:.0f} % (below {OPEN_SHARE * 100:.0f} to {high * 100:.0f})"
-    if high > -OPEN_SHARE:
-        return f"{share * 100:.0f} % ({low * 100:.0f} to above {-OPEN_SHARE * 100:.0f})"
+    if low < OPEN_SHARE or high > -OPEN_SHARE:
+        least = f"below {OPEN_SHARE * 100:.0f}" if low < OPEN_SHARE else f"{low * 100:.0f}"
+        most = f"above {-OPEN_SHARE * 100:.0f}" if high > -OPEN_SHARE else f"{high * 100:.0f}"
+        return f"{share * 100:.0f} % ({least} to {most})"
     return span_text(share * 100, low * 100, high * 100, "%")
 
 

@@ -36,10 +36,28 @@ def marker_of(folder: Path) -> dict | None:
     try:
         if folder.is_symlink() or not folder.is_dir():
             return None
-        marker = json.loads(_small_file(folder / MARKER))
-    except (OSError, ValueError, RecursionError):
+        return parse_marker(_small_file(folder / MARKER), folder.name)
+    except OSError:
         return None
-    return marker if isinstance(marker, dict) and folder.name == f"stallbench-{marker.get('study_id')}" else None
+
+
+def parse_marker(content: bytes, name: str) -> dict | None:
+    """Give what a marker says, wherever it was read; None unless it is that of the folder ``name``."""
+    if len(content) > MARKER_LIMIT_BYTES:
+        return None
+    try:
+        marker = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return marker if isinstance(marker, dict) and name == f"stallbench-{marker.get('study_id')}" else None
+
+
+def abandoned(marker: dict) -> bool:
+    """Whether a marker names a process of this machine that has ended."""
+    pid = marker.get("pid")
+    # A number that makes no sense names nobody who could have ended.
+    sensible = type(pid) is int and 0 < pid < 1 << 31
+    return marker.get("machine") == machine_id() and sensible and not psutil.pid_exists(pid)
 
 
 def _small_file(path: Path) -> bytes:
@@ -47,9 +65,7 @@ def _small_file(path: Path) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MARKER_LIMIT_BYTES:
-            raise ValueError("no marker of ours")
-        return os.read(descriptor, MARKER_LIMIT_BYTES)
+        return os.read(descriptor, MARKER_LIMIT_BYTES + 1) if stat.S_ISREG(found.st_mode) else b""
     finally:
         os.close(descriptor)
 
@@ -93,9 +109,7 @@ def _state(folder: Path) -> str | None:
         return "unmarked" if _is_unmarked(folder) else None
     if marker.get("machine") != machine_id():
         return "elsewhere"
-    pid = marker.get("pid")
-    # A number that makes no sense names nobody who could have ended.
-    return "gone" if type(pid) is int and 0 < pid < 1 << 31 and not psutil.pid_exists(pid) else "running"
+    return "gone" if abandoned(marker) else "running"
 
 
 def _is_unmarked(folder: Path) -> bool:
@@ -128,11 +142,6 @@ def clean(folder: Path, include_foreign: bool = False) -> bool:
             return False
         return True
     return (state == "gone" or (state == "elsewhere" and include_foreign)) and remove(folder)
-
-
-def abandoned(marker: dict) -> bool:
-    """Whether a marker, wherever it was read, names a process of this machine that has ended."""
-    return marker.get("machine") == machine_id() and not psutil.pid_exists(marker["pid"])
 
 
 def sweep(root: Path) -> None:

@@ -96,6 +96,11 @@ def warnings(study: Study) -> Iterator[str]:
             )
         if study.storage(target)["medium"] == "memory":
             yield f"{target} is a memory file system: its figures are memory's, not storage's. Name a disk's directory."
+        if study.remote(target):
+            yield (
+                f"{target} is a URL: checkpoints and reloads of the data cross the network, but training reads a local "
+                "copy, so that its steps say nothing of that storage."
+            )
         if never_durable(study, target):
             yield f"{target}: its server can't say when bytes are durable; that is unknown, and nothing is compared."
     for row in study.trials[study.trials.status == "failed"].itertuples():

@@ -9,13 +9,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stallbench.config import MANIFEST, ConfigError, Target
-from stallbench.ownership import MARKER
+from stallbench.ownership import MARKER, MARKER_LIMIT_BYTES, abandoned, parse_marker
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -213,13 +213,8 @@ class Store:
 
 
 @contextmanager
-def claim(target: Target, local: Path, marker: dict[str, Any], abandoned: Callable[[dict], bool]) -> Iterator[None]:
+def claim(target: Target, local: Path, marker: dict[str, Any]) -> Iterator[None]:
     """Hold our folder on a store, marked; it, and those that killed runs left, are removed by the marker alone.
-
-    Parameters
-    ----------
-    abandoned
-        Says of another folder's marker whether its run is gone.
 
     Raises
     ------
@@ -255,8 +250,7 @@ def _listed(fs: "AbstractFileSystem", root: str) -> list[str]:
 
 def _marker(fs: "AbstractFileSystem", path: str) -> dict | None:
     try:
-        found = json.loads(fs.cat_file(f"{path}/{MARKER}"))
-    except (OSError, ValueError):
+        content = fs.cat_file(f"{path}/{MARKER}", start=0, end=MARKER_LIMIT_BYTES + 1)
+    except OSError:
         return None
-    ours = isinstance(found, dict) and path.endswith(f"/stallbench-{found.get('study_id')}")
-    return found if ours and isinstance(found.get("pid"), int) else None
+    return parse_marker(content, path.rpartition("/")[2])

@@ -118,6 +118,10 @@ class Study:
         """Whether a target is emulated in-process: its bytes lie in memory, and its time is arithmetic."""
         return "profile" in self.storage(target)
 
+    def remote(self, target: str) -> bool:
+        """Whether a target is a URL: training reads a local copy of its data there."""
+        return self.storage(target)["file_system"] == "fsspec"
+
     @cached_property
     def counted(self) -> pd.DataFrame:
         """The trials that figures rest on: complete, and of the last attempt at their block."""

@@ -40,7 +40,9 @@ from stallbench.results import (
 
 # For the first guess of a study's length only; progress corrects it. Read off a 2-core machine.
 _KERNEL_START_S, _STEP_S, _DIRECTORY_BYTES_PER_S, _RESTORE_AND_CHECKS_S = 7.0, 0.15, 3e8, 5.0
+
 LAB_GRACE_S = 20.0  # in which a trial at its time limit may end by itself
+
 # The model's and the data's names may be paths, redacted by where one stands; their fingerprint is compared.
 _NOT_COMPARED = {"created_utc", "command", "model", "dataset"}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stallbench import emulated, remote
 from stallbench.config import EMULATED, ConfigError, Target
-from stallbench.ownership import MARKER, abandoned, machine_id, marker_of, remove, sweep
+from stallbench.ownership import MARKER, machine_id, marker_of, remove, sweep
 from stallbench.pagecache import drop_files, drop_metadata, drop_tree, files_below
 from stallbench.storage import Storage, backing_file, describe
 
@@ -212,7 +212,7 @@ def claim(target: Target, study_id: str) -> Iterator[Path]:
         raise ConfigError(
             f"target {target.name}={target.location!r}: {error.strerror}; choose one that takes files"
         ) from None
-    held = remote.claim(target, folder, marker, abandoned) if target.remote else nullcontext()
+    held = remote.claim(target, folder, marker) if target.remote else nullcontext()
     try:
         with held:
             yield folder

@@ -88,6 +88,10 @@ def _training_phase(study: Study, other: str) -> Judgement:
         figure += " The emulated device charges a step's data reads only; any other difference is this machine's."
     elif study.emulated(other):
         figure += " The lab's device is served by this machine's own cores, which training shares."
+    if study.methods[0] in ASYNCHRONOUS:
+        figure += f" Steps beside a save by {study.methods[0]} are among them."
+    if study.remote(study.targets[0]) or study.remote(other):
+        return Judgement(NOT_TESTED, f"Training reads a local copy where a target is a URL. {figure}")
     return _on_this_storage(study, other, _agreed(verdicts), figure)
 
 
@@ -113,15 +117,15 @@ def _saved(one: Comparison) -> str:
 def _less(one: Comparison) -> str:
     """Say by how much the first takes less, or more, time than the other."""
     ratio = one.ratio
-    if ratio.time_saved >= 0:
-        return f"{_saved(one)} less"
-    return f"{percent(-ratio.time_saved, -ratio.time_saved_high, -ratio.time_saved_low)} more"
+    if ratio.time_saved < 0:
+        return f"{percent(-ratio.time_saved, -ratio.time_saved_high, -ratio.time_saved_low)} more"
+    return f"{_saved(one)} less"
 
 
 def _total(saved: Interval, saves: int) -> str:
-    if saved.mean >= 0:
-        return f"save {duration(saved.mean * saves, saved.low * saves, saved.high * saves)}"
-    return f"take {duration(-saved.mean * saves, -saved.high * saves, -saved.low * saves)} more"
+    if saved.mean < 0:
+        return f"take {duration(-saved.mean * saves, -saved.high * saves, -saved.low * saves)} more"
+    return f"save {duration(saved.mean * saves, saved.low * saves, saved.high * saves)}"
 
 
 def storage_for_claim(study: Study, other: str) -> str:
