@@ -126,12 +126,12 @@ def test_the_readme_quotes_the_reference_study_to_the_letter():
 
 
 def test_the_reference_report_is_what_its_study_renders_to():
-    from stallbench.present import summary
+    from stallbench.digest import markdown
     from stallbench.results import load_study
 
     folder = ROOT / "results" / "reference"
     study = load_study(folder)
-    assert summary(study) == (folder / "report" / "summary.md").read_text()
+    assert markdown(study) == (folder / "report" / "summary.md").read_text()
     assert study.request["blocks"] >= 5 and study.counted.block.nunique() >= 5
 
 

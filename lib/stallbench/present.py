@@ -12,28 +12,7 @@ from stallbench.config import METHODS
 from stallbench.models import ARTICLE_FAST_S, ARTICLE_SLOW_S, Schedule, worked_example
 from stallbench.results import Study
 from stallbench.tables import beside_table, called
-from stallbench.verdicts import NOT_TESTED, claims_table, headline, moved_words, summary_lines
-
-
-def summary(study: Study) -> str:
-    """Write the headline and the judged claims as Markdown, for a pull request or a CI summary."""
-    table = claims_table(study)
-    judged = table[table.verdict != NOT_TESTED]
-    figures = judged.figure.str.replace("|", "\\|", regex=False)  # a target's name may hold one
-    rows = [
-        f"| {row.id} | {row.claim} | {row.verdict} | {figure} |"
-        for row, figure in zip(judged.itertuples(), figures, strict=True)
-    ]
-    lines = [
-        "# Every minute your model waits",
-        "",
-        headline(study),
-        "",
-        *(f"- {line}" for line in summary_lines(study)),
-    ]
-    if rows:
-        lines += ["", "| claim | | verdict | figure |", "| --- | --- | --- | --- |", *rows]
-    return "\n".join(lines) + "\n"
+from stallbench.verdicts import claims_table, headline, moved_words, summary_lines
 
 
 def claims_html(study: Study) -> str:

@@ -10,8 +10,8 @@ from nbconvert import HTMLExporter
 
 from stallbench import __version__
 from stallbench.config import NOTEBOOKS
+from stallbench.digest import markdown
 from stallbench.execute import execute_notebook, kernel_environment
-from stallbench.present import summary
 from stallbench.privacy import Redactor
 from stallbench.results import Study, load_study
 
@@ -52,7 +52,7 @@ def render(folder: str | Path) -> Path:
     (target / "headline.png").write_bytes(_first_figure(executed[SECTIONS[0]]))
     page = _to_html(_join(executed), study)
     (target / "index.html").write_text(page, encoding="utf-8")
-    (target / "summary.md").write_text(summary(study), encoding="utf-8")
+    (target / "summary.md").write_text(markdown(study), encoding="utf-8")
     return target / "index.html"
 
 
