@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pandas as pd
 
-from stallbench.results import METHOD_VERSION, SCHEMA_VERSION, SPANS, Study, load_study, trial_id, write_json
+from stallbench.results import (
+    METHOD_VERSION,
+    SAVES,
+    SCHEMA_VERSION,
+    SIZES,
+    SPANS,
+    SWEEP,
+    Study,
+    load_study,
+    trial_id,
+    write_json,
+)
 from stallbench.spans import Span
 
 BLOCKS = 3
@@ -100,3 +111,29 @@ def make(folder: Path, study_id: str = "made", blocks: int = BLOCKS, slower: dic
     write_json(folder / "study.json", request)
     write_json(folder / "environment.json", {})
     return load_study(folder)
+
+
+# Latency in seconds and bandwidth in bytes/s of each target's line, and the sizes of a sweep over them.
+LINES = {"disk": (0.05, 1e9), "nas": (0.1, 1e8)}
+SWEPT_BYTES = {"nanogpt-cpu": 10e6, "bert-tiny": 50e6, "bert-mini": 130e6, "bert-small": 350e6, "distilbert": 800e6}
+
+
+def make_sweep(study: Study, models: tuple[str, ...] = tuple(SWEPT_BYTES), bent: bool = False) -> None:
+    """Keep a sweep whose times lie on ``LINES`` but for 1 % a block; ``bent``: beyond 100 MB three times as slow."""
+    rows = []
+    for target, (latency_s, bytes_per_s) in LINES.items():
+        for model in models:
+            size_bytes = SWEPT_BYTES[model]
+            save_s = latency_s + size_bytes / bytes_per_s + bent * 2 * max(0.0, size_bytes - 100e6) / bytes_per_s
+            for block in (1, 2, 3):
+                for warmup in (True, False):
+                    time_s = save_s * (9 if warmup else 0.99 + 0.005 * block)
+                    row = {"model": model, "target": target, "method": "trainer", "block": block, "warmup": warmup}
+                    row |= {"size_bytes": int(size_bytes) + block, "files": 7, "returned_s": time_s}
+                    rows.append(row | {"stall_s": time_s, "durable_s": time_s})
+    folder = study.folder / SIZES
+    folder.mkdir()
+    pd.DataFrame(rows).to_parquet(folder / SAVES, index=False)
+    limits = {"dirty_background_bytes": 100_000_000, "dirty_bytes": 500_000_000}
+    request = {"models": list(models), "methods": ["trainer"], "blocks": 3, "warmup_saves": 1, "counted_saves": 1}
+    write_json(folder / SWEEP, request | {"command": "stallbench sizes", "environment": {"dirty_limits": limits}})

@@ -23,7 +23,13 @@ def code_cells(name: str) -> list[nbformat.NotebookNode]:
 
 
 def test_there_are_the_notebooks_of_the_study():
-    assert ALL == ["01_finetune_trial.ipynb", "02_checkpoint_stalls.ipynb", "03_compounding.ipynb", "report.ipynb"]
+    assert ALL == [
+        "01_finetune_trial.ipynb",
+        "02_checkpoint_stalls.ipynb",
+        "03_compounding.ipynb",
+        "05_scaling.ipynb",
+        "report.ipynb",
+    ]
 
 
 @pytest.mark.parametrize("name", ALL)

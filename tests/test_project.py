@@ -16,23 +16,27 @@ PACKAGE = ROOT / "lib" / "stallbench"
 # Each module may import those above it, never one below.
 ORDER = (
     "__init__", "config", "privacy", "pagecache", "emulated", "faults", "spans", "lab_profile", "storage", "ownership",
-    "remote", "targets", "probe", "mounting", "lab_disk", "lab", "lab_check", "preflight", "preflight_cli", "workload",
+    "remote", "targets", "probe", "mounting", "lab_disk", "lab", "lab_check", "places", "preflight", "preflight_cli",
+    "workload",
     "checkpointing.__init__", "checkpointing.state", "checkpointing.commit", "checkpointing.direct",
     "checkpointing.writers", "checkpointing.checkpointer",
-    "recording", "training", "controls", "results", "trial", "environment", "execute", "study", "attach",
+    "recording", "training", "controls", "results", "states", "sweep", "trial", "environment", "execute", "study",
+    "attach",
     "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity", "sizes",
     "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present", "proofs",
-    "digest", "regression", "report", "bench", "race", "calibration", "volatile_disk", "powercut", "torture",
-    "compare_cli", "lab_cli", "cli", "__main__",
+    "scaling", "plots_scaling", "digest", "regression", "report", "bench", "race", "calibration", "volatile_disk", "powercut",
+    "torture",
+    "compare_cli", "sizes_cli", "lab_cli", "cli", "__main__",
 )  # fmt: skip
 MEASURING = {
     "spans", "storage", "ownership", "remote", "targets", "probe", "workload", "recording", "training", "controls",
-    "trial", "study", "execute", "attach", "preflight", *(name for name in ORDER if name.startswith("checkpointing")),
+    "trial", "study", "execute", "attach", "preflight", "places", "states", "sweep",
+    *(name for name in ORDER if name.startswith("checkpointing")),
 }  # fmt: skip
 ANALYSING = {
     "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity", "sizes",
     "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present", "proofs",
-    "digest", "regression",
+    "digest", "regression", "scaling", "plots_scaling",
 }  # fmt: skip
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

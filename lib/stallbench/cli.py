@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from stallbench import __version__, compare_cli, lab_cli, preflight_cli
+from stallbench import __version__, compare_cli, lab_cli, preflight_cli, sizes_cli
 from stallbench.config import (
     DEFAULT_DISK,
     DEFAULT_TARGETS,
@@ -331,6 +331,7 @@ def torture(
 
 
 app.command()(compare_cli.compare)
+app.command()(sizes_cli.sizes)
 app.command()(preflight_cli.targets)
 app.command()(preflight_cli.clean)
 app.add_typer(lab_cli.app, name="lab")

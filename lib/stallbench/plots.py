@@ -20,7 +20,7 @@ plt.style.use(str(files("stallbench") / "stallbench.mplstyle"))
 # Okabe and Ito's palette (2008): told apart by lightness, and by marker, line or hatch besides.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#333333", "#56b4e9")
 _MARKERS = ("o", "^", "s", "D", "v", "P")
-_LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
+LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
 _LANES = {
     "put_data": ("data", "#999999", ""),
     "reload_data": ("data", "#56b4e9", "...."),
@@ -44,7 +44,7 @@ _LANES = {
 }
 
 
-def _look(study: Study, target: str) -> dict[str, str]:
+def look(study: Study, target: str) -> dict[str, str]:
     """Give a target the same colour and marker in every figure."""
     index = study.targets.index(target) % len(_COLOURS)
     return {"color": _COLOURS[index], "marker": _MARKERS[index]}
@@ -133,8 +133,8 @@ def _draw_events(axes: Axes, study: Study, measure: str, wait: str) -> None:
         if points.empty:
             continue
         y = len(study.targets) - 1 - row
-        look = _look(study, target)
-        axes.plot(points, y + scatter.uniform(-0.22, 0.22, len(points)), ls="", ms=4.5, alpha=0.45, mew=0, **look)
+        style = look(study, target)
+        axes.plot(points, y + scatter.uniform(-0.22, 0.22, len(points)), ls="", ms=4.5, alpha=0.45, mew=0, **style)
         mean = mean_interval(block_means(study, measure, target, wait))
         axes.plot([mean.low, mean.high], [y, y], color="black", lw=2.2, solid_capstyle="butt")
         axes.plot(mean.mean, y, marker="|", ms=17, mew=2.2, color="black")
@@ -193,8 +193,8 @@ def cumulative(study: Study, schedule: Schedule) -> Figure:
     figure, axes = plt.subplots(figsize=(5.2, 3.1))
     for target, interval in _durable(study).items():
         steps = cumulative_wait(interval, schedule)
-        colour = _look(study, target)["color"]
-        line = _LINES[study.targets.index(target) % len(_LINES)]
+        colour = look(study, target)["color"]
+        line = LINES[study.targets.index(target) % len(LINES)]
         axes.step(steps.hour, steps.wait_s / 60, where="post", color=colour, ls=line, label=_label(study, target))
         axes.fill_between(steps.hour, steps.low_s / 60, steps.high_s / 60, step="post", color=colour, alpha=0.22, lw=0)
     axes.set_xlabel("hours of training")
@@ -214,7 +214,7 @@ def beside_the_article(study: Study, schedule: Schedule) -> Figure:
         ("article: NVMe, 30 s", Interval(ARTICLE_FAST_S, none, none, 0), "#eeeeee", ""),
     ]
     for target, interval in _durable(study).items():
-        bars.append((_label(study, target), interval, _look(study, target)["color"], ""))
+        bars.append((_label(study, target), interval, look(study, target)["color"], ""))
     figure, axes = plt.subplots(figsize=(5.2, 0.9 + 0.4 * len(bars)))
     for row, (_, interval, colour, hatch) in enumerate(bars[::-1]):
         mean, low, high = (value * schedule.saves / 60 for value in (interval.mean, interval.low, interval.high))

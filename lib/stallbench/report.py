@@ -13,9 +13,10 @@ from stallbench.config import NOTEBOOKS
 from stallbench.digest import markdown
 from stallbench.execute import execute_notebook, kernel_environment
 from stallbench.privacy import Redactor
-from stallbench.results import Study, load_study
+from stallbench.results import SIZES, SWEEP, Study, load_study
 
 SECTIONS = ("02_checkpoint_stalls", "03_compounding")
+SIZE_SECTION = "05_scaling"  # where a sweep over sizes was made
 COVER = "report"
 # The cell of the cover notebook in whose place the sections stand.
 SECTIONS_TAG, FIGURE_TAG = "sections", "figure"
@@ -47,10 +48,11 @@ def render(folder: str | Path) -> Path:
     study = load_study(folder)
     target = folder / "report"
     target.mkdir(exist_ok=True)
+    sections = SECTIONS + ((SIZE_SECTION,) if (folder / SIZES / SWEEP).exists() else ())
     with tempfile.TemporaryDirectory(prefix="stallbench-") as scratch, kernel_environment(Path(scratch)):
-        executed = {name: _execute(name, folder, target, Path(scratch)) for name in (COVER, *SECTIONS)}
+        executed = {name: _execute(name, folder, target, Path(scratch)) for name in (COVER, *sections)}
     (target / "headline.png").write_bytes(_first_figure(executed[SECTIONS[0]]))
-    page = _to_html(_join(executed), study)
+    page = _to_html(_join(executed, sections), study)
     (target / "index.html").write_text(page, encoding="utf-8")
     (target / "summary.md").write_text(markdown(study), encoding="utf-8")
     return target / "index.html"
@@ -76,12 +78,12 @@ def _first_figure(notebook: nbformat.NotebookNode) -> bytes:
     return base64.b64decode(next(images))
 
 
-def _join(executed: dict[str, nbformat.NotebookNode]) -> nbformat.NotebookNode:
+def _join(executed: dict[str, nbformat.NotebookNode], sections: tuple[str, ...]) -> nbformat.NotebookNode:
     cover = executed[COVER]
     cells = []
     for cell in cover.cells:
         if SECTIONS_TAG in cell.metadata.get("tags", ()):
-            cells += [part for name in SECTIONS for part in executed[name].cells]
+            cells += [part for name in sections for part in executed[name].cells]
         else:
             cells.append(cell)
     return nbformat.v4.new_notebook(cells=cells, metadata=cover.metadata)

@@ -23,6 +23,7 @@ METHOD_VERSION = 2
 
 STUDY, ENVIRONMENT = "study.json", "environment.json"
 VALIDATION, BENCH, TORTURE = "validation.json", "bench.json", "torture.json"
+SIZES, SWEEP, SAVES = "sizes", "sweep.json", "saves.parquet"  # a folder, and the files in it
 TRIAL, FAILURE, SPANS = "trial.json", "failure.json", "spans.parquet"
 # What tells a trial from the others.
 TRIAL_KEYS = ("trial", "target", "method", "wait", "block")

@@ -33,9 +33,9 @@ def _bert(layers: int, hidden: int) -> tuple[type[PreTrainedModel], BertConfig]:
 
 
 # nanoGPT: the configuration that its README gives for a CPU (Shakespeare by characters). BERT miniatures: Turc et al.,
-# Well-Read Students Learn Better, 2019. DistilBERT: Sanh et al. 2019, transformers' default. BERT base and large: Devlin
-# et al. 2019. All are plain transformers, with no more tensors than their layers need.
-_NANO = GPT2Config(n_layer=4, n_head=4, n_embd=128, n_positions=64, vocab_size=65)
+# Well-Read Students Learn Better, 2019. DistilBERT: Sanh et al. 2019, transformers' default. BERT base and large:
+# Devlin et al. 2019. All are plain transformers, with no more tensors than their layers need.
+_NANO = GPT2Config(n_layer=4, n_head=4, n_embd=128, n_positions=64, vocab_size=65, bos_token_id=None, eos_token_id=None)
 MODELS = {
     "nanogpt-cpu": (GPT2LMHeadModel, _NANO),
     "bert-tiny": _bert(2, 128),
