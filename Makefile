@@ -10,7 +10,7 @@ PROFILE ?= default
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: help setup report test lint validate bench torture reference clean
+.PHONY: help setup report test lint validate validate-48 sizes bench torture reference clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,8 @@ help:
 	@echo "make test       run the tests"
 	@echo "make lint       check style, notebooks and the CI workflow"
 	@echo "make validate   check the statistics on synthetic studies with a known truth"
+	@echo "make validate-48  predict 48 saves from a few, and run them (20 minutes)"
+	@echo "make sizes      save states from 10 MB to 4 GB (15 minutes)"
 	@echo "make bench      measure the instrument itself, and race the methods side by side"
 	@echo "make torture    kill saves and cut their power, and show that nothing is lost"
 	@echo "make reference  measure and render results/reference again"
@@ -48,6 +50,12 @@ lint: $(READY)
 validate: $(READY)
 	$(BIN)/stallbench validate
 
+validate-48: $(READY)
+	$(BIN)/stallbench validate48 --study results/$(PROFILE)
+
+sizes: $(READY)
+	$(BIN)/stallbench sizes results/$(PROFILE)
+
 torture: $(READY)
 	$(BIN)/stallbench torture
 
@@ -61,6 +69,8 @@ reference: $(READY)
 	$(BIN)/stallbench bench results/reference
 	$(BIN)/stallbench validate --study results/reference
 	$(BIN)/stallbench torture --study results/reference
+	$(BIN)/stallbench sizes results/reference
+	$(BIN)/stallbench validate48 --study results/reference
 	$(BIN)/stallbench report results/reference
 
 clean:

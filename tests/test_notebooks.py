@@ -65,7 +65,7 @@ def test_a_cell_that_draws_is_tagged_as_a_figure(name):
     if name == "01_finetune_trial.ipynb":
         return  # its figure is a look at the trial, not part of the page
     for cell in code_cells(name):
-        draws = any(line.startswith("plots.") for line in cell.source.splitlines())
+        draws = any(line.startswith(("plots.", "plots_")) for line in cell.source.splitlines())
         assert ("figure" in cell.metadata.get("tags", [])) == draws
 
 

@@ -23,10 +23,10 @@ ORDER = (
     "recording", "training", "controls", "results", "states", "sweep", "trial", "environment", "execute", "study",
     "attach",
     "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity", "sizes",
-    "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present", "proofs",
-    "scaling", "plots_scaling", "digest", "regression", "report", "bench", "race", "calibration", "volatile_disk", "powercut",
-    "torture",
-    "compare_cli", "sizes_cli", "lab_cli", "cli", "__main__",
+    "validation", "analysis", "matrix", "trust", "assumptions", "scaling", "planning", "tables", "judging", "forecast",
+    "planning_tables", "planning_judges", "verdicts", "plots", "plots_scaling", "plots_planning", "present", "proofs",
+    "whatif", "digest", "regression", "validate48", "report", "bench", "race", "calibration", "volatile_disk",
+    "powercut", "torture", "compare_cli", "sizes_cli", "validate48_cli", "lab_cli", "cli", "__main__",
 )  # fmt: skip
 MEASURING = {
     "spans", "storage", "ownership", "remote", "targets", "probe", "workload", "recording", "training", "controls",
@@ -35,8 +35,9 @@ MEASURING = {
 }  # fmt: skip
 ANALYSING = {
     "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity", "sizes",
-    "validation", "analysis", "matrix", "trust", "verdicts", "plots", "tables", "present", "proofs",
-    "digest", "regression", "scaling", "plots_scaling",
+    "validation", "analysis", "matrix", "trust", "assumptions", "scaling", "planning", "tables", "judging", "forecast",
+    "planning_tables", "planning_judges", "verdicts", "plots", "plots_scaling", "plots_planning", "present", "proofs",
+    "whatif", "digest", "regression",
 }  # fmt: skip
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -58,7 +58,7 @@ def compare(
 
 def _words(study: "Study", change: "Change", measure: str, threshold: float) -> str:
     from stallbench.analysis import percent, seconds
-    from stallbench.verdicts import called
+    from stallbench.judging import called
 
     one = change.condition
     old, new = (seconds(mean) if mean else "not measured" for mean in (change.old_s, change.new_s))

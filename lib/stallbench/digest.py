@@ -9,10 +9,11 @@ from typing import Any
 import pandas as pd
 
 from stallbench.analysis import SIDE_BY_SIDE, Condition, block_means, compare, compared_with, seconds
+from stallbench.judging import NOT_TESTED
 from stallbench.results import Study
 from stallbench.stats import Interval, mean_interval
 from stallbench.tables import called
-from stallbench.verdicts import NOT_TESTED, claims_table, headline, summary_lines
+from stallbench.verdicts import claims_table, headline, summary_lines
 
 # What the names and the shape of ``values`` mean; raised when one changes.
 DIGEST_VERSION = 1

@@ -2,22 +2,26 @@
 
 import base64
 import tempfile
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbconvert import HTMLExporter
 
 from stallbench import __version__
+from stallbench.assumptions import Assumptions
 from stallbench.config import NOTEBOOKS
 from stallbench.digest import markdown
 from stallbench.execute import execute_notebook, kernel_environment
 from stallbench.privacy import Redactor
-from stallbench.results import SIZES, SWEEP, Study, load_study
+from stallbench.results import ASSUMPTIONS, SIZES, SWEEP, Study, load_study, write_json
 
 SECTIONS = ("02_checkpoint_stalls", "03_compounding")
 SIZE_SECTION = "05_scaling"  # where a sweep over sizes was made
 COVER = "report"
+ASSUMING = "03_compounding"  # takes the assumptions as parameters
 # The cell of the cover notebook in whose place the sections stand.
 SECTIONS_TAG, FIGURE_TAG = "sections", "figure"
 CELL_LIMIT_S = 300
@@ -27,10 +31,17 @@ class ReportError(RuntimeError):
     """A report that came out incomplete; the message says which notebook and cell."""
 
 
-def render(folder: str | Path) -> Path:
+def render(folder: str | Path, assumed: Assumptions | None = None) -> Path:
     """Execute the analysis notebooks on a study and write ``report/index.html``, ``summary.md`` and ``headline.png``.
 
     Nothing is measured. The executed notebooks stay beside the page.
+
+    Parameters
+    ----------
+    folder
+        A study's folder.
+    assumed
+        What the page takes for granted, kept with the study; by default what was kept before, else the defaults.
 
     Returns
     -------
@@ -46,11 +57,17 @@ def render(folder: str | Path) -> Path:
     """
     folder = Path(folder).expanduser().absolute()
     study = load_study(folder)
+    if assumed is not None:
+        write_json(folder / ASSUMPTIONS, assumed.overridden)
+        study = load_study(folder)
     target = folder / "report"
     target.mkdir(exist_ok=True)
     sections = SECTIONS + ((SIZE_SECTION,) if (folder / SIZES / SWEEP).exists() else ())
     with tempfile.TemporaryDirectory(prefix="stallbench-") as scratch, kernel_environment(Path(scratch)):
-        executed = {name: _execute(name, folder, target, Path(scratch)) for name in (COVER, *sections)}
+        given = {ASSUMING: study.assumed}
+        executed = {
+            name: _execute(name, folder, target, Path(scratch), given.get(name, {})) for name in (COVER, *sections)
+        }
     (target / "headline.png").write_bytes(_first_figure(executed[SECTIONS[0]]))
     page = _to_html(_join(executed, sections), study)
     (target / "index.html").write_text(page, encoding="utf-8")
@@ -58,10 +75,19 @@ def render(folder: str | Path) -> Path:
     return target / "index.html"
 
 
-def _execute(name: str, folder: Path, target: Path, scratch: Path) -> nbformat.NotebookNode:
+def _execute(
+    name: str, folder: Path, target: Path, scratch: Path, parameters: Mapping[str, Any]
+) -> nbformat.NotebookNode:
     copy = target / f"{name}.ipynb"
     redactor = Redactor([("study", folder)])
-    execute_notebook(NOTEBOOKS / f"{name}.ipynb", copy, {"study": str(folder)}, redactor, scratch / "run", CELL_LIMIT_S)
+    execute_notebook(
+        NOTEBOOKS / f"{name}.ipynb",
+        copy,
+        {"study": str(folder)} | dict(parameters),
+        redactor,
+        scratch / "run",
+        CELL_LIMIT_S,
+    )
     notebook = nbformat.read(copy, as_version=4)
     for index, cell in enumerate(notebook.cells):
         if FIGURE_TAG in cell.metadata.get("tags", ()) and not _has_image(cell):

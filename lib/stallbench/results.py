@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ METHOD_VERSION = 2
 
 STUDY, ENVIRONMENT = "study.json", "environment.json"
 VALIDATION, BENCH, TORTURE = "validation.json", "bench.json", "torture.json"
+VALIDATE_48 = "validate48.json"
+ASSUMPTIONS = "assumptions.json"  # what the page takes for granted, where it isn't the default
 SIZES, SWEEP, SAVES = "sizes", "sweep.json", "saves.parquet"  # a folder, and the files in it
 TRIAL, FAILURE, SPANS = "trial.json", "failure.json", "spans.parquet"
 # What tells a trial from the others.
@@ -68,6 +70,8 @@ class Study:
     trials
         One row a trial folder: ``trial``, ``target``, ``method``, ``wait``, ``block``, ``attempt``, ``status``
         (``complete``, ``failed``, ``interrupted``), ``superseded`` (a later attempt at its block exists), ``reason``.
+    assumed
+        What its page takes for granted instead of the defaults, see ``assumptions``.
     """
 
     folder: Path
@@ -75,6 +79,7 @@ class Study:
     environment: dict[str, Any]
     trials: pd.DataFrame
     details: dict[str, dict[str, Any]]
+    assumed: dict[str, Any] = field(default_factory=dict)
 
     @property
     def targets(self) -> list[str]:
@@ -244,7 +249,8 @@ def load_study(folder: str | Path) -> Study:
         )
     trials, details = scan(folder)
     environment = read_json(folder / ENVIRONMENT)
-    study = Study(folder, request, environment, trials, details)
+    assumed = read_json(folder / ASSUMPTIONS) if (folder / ASSUMPTIONS).exists() else {}
+    study = Study(folder, request, environment, trials, details, assumed)
     if study.counted.empty:
         raise ConfigError(
             f"study={str(folder)!r} measured nothing: no trial of it succeeded; see its failure.json files"
