@@ -18,7 +18,7 @@ help:
 	@echo "make test       run the tests"
 	@echo "make lint       check style, notebooks and the CI workflow"
 	@echo "make validate   check the statistics on synthetic studies with a known truth"
-	@echo "make validate-48  predict 48 saves from a few, and run them (20 minutes)"
+	@echo "make validate-48 predict 48 saves from a few, and run them (20 minutes)"
 	@echo "make sizes      save states from 10 MB to 4 GB (15 minutes)"
 	@echo "make bench      measure the instrument itself, and race the methods side by side"
 	@echo "make torture    kill saves and cut their power, and show that nothing is lost"

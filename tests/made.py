@@ -118,8 +118,16 @@ LINES = {"disk": (0.05, 1e9), "nas": (0.1, 1e8)}
 SWEPT_BYTES = {"nanogpt-cpu": 10e6, "bert-tiny": 50e6, "bert-mini": 130e6, "bert-small": 350e6, "distilbert": 800e6}
 
 
-def make_sweep(study: Study, models: tuple[str, ...] = tuple(SWEPT_BYTES), bent: bool = False) -> None:
-    """Keep a sweep whose times lie on ``LINES`` but for 1 % a block; ``bent``: beyond 100 MB three times as slow."""
+def make_sweep(
+    study: Study,
+    models: tuple[str, ...] = tuple(SWEPT_BYTES),
+    bent: bool = False,
+    names: dict[str, str] | None = None,
+) -> None:
+    """Keep a sweep whose times lie on ``LINES`` but for 1 % a block; ``bent``: beyond 100 MB three times as slow.
+
+    ``names`` calls the targets otherwise.
+    """
     rows = []
     for target, (latency_s, bytes_per_s) in LINES.items():
         for model in models:
@@ -128,7 +136,13 @@ def make_sweep(study: Study, models: tuple[str, ...] = tuple(SWEPT_BYTES), bent:
             for block in (1, 2, 3):
                 for warmup in (True, False):
                     time_s = save_s * (9 if warmup else 0.99 + 0.005 * block)
-                    row = {"model": model, "target": target, "method": "trainer", "block": block, "warmup": warmup}
+                    row = {
+                        "model": model,
+                        "target": (names or {}).get(target, target),
+                        "method": "trainer",
+                        "block": block,
+                        "warmup": warmup,
+                    }
                     row |= {"size_bytes": int(size_bytes) + block, "files": 7, "returned_s": time_s}
                     rows.append(row | {"stall_s": time_s, "durable_s": time_s})
     folder = study.folder / SIZES

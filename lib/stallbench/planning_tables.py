@@ -6,7 +6,7 @@ import pandas as pd
 
 from stallbench import planning, recovery
 from stallbench.analysis import compared_with, duration, no_less_than_0, percent
-from stallbench.assumptions import Assumptions, of
+from stallbench.assumptions import Assumptions
 from stallbench.economics import Payback
 from stallbench.recovery import NOTICES_S
 from stallbench.results import Study
@@ -147,12 +147,10 @@ def needs_words(assumed: Assumptions) -> str:
     )
 
 
-def assumed_words(study: Study) -> str:
-    """Name the assumptions that were overridden for this page; empty where none was."""
-    changed = of(study).overridden
-    if not changed:
-        return ""
-    return f"Assumed for this page instead of the defaults: {', '.join(f'{k}={v}' for k, v in changed.items())}."
+def assumed_words(assumed: Assumptions) -> str:
+    """Name the assumptions that differ from the defaults; empty where none does."""
+    changed = ", ".join(f"{name}={value}" for name, value in assumed.overridden.items())
+    return f" Not the defaults: {changed}." if changed else ""
 
 
 def heat_caption(study: Study, target: str) -> str:

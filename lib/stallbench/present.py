@@ -208,9 +208,12 @@ def _less(one: Comparison) -> str:
 
 def schedule_words(schedule: Schedule) -> str:
     """Say which schedule the projection assumes; every number is a parameter of the notebook."""
+    usual = Schedule()
+    as_told = (schedule.interval_min, schedule.run_h) == (usual.interval_min, usual.run_h)
+    source = " (the article's figures)" if as_told else ""
     return (
         f"Assumed: a save every {schedule.interval_min:g} minutes of training, {schedule.run_h:g} hours a run: "
-        f"**{schedule.saves} saves** (the article's figures). {schedule.runs_per_day} run a day, a team of "
+        f"**{schedule.saves} saves**{source}. {schedule.runs_per_day} run a day, a team of "
         f"{schedule.team}, {schedule.workdays_per_week} days a week, {schedule.workdays_per_year} days a year (ours). "
         "Each is a parameter of the notebook."
     )
