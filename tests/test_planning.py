@@ -174,3 +174,17 @@ def test_the_planning_table_begins_with_the_studys_own_checkpoint(study):
     table = planned.needs_table(study, ASSUMED)
     assert table.index[0] == "this study's own" and table.checkpoint.iloc[0] == "100 MB"
     assert table.loc["Llama 3 8B", "write, beside training"] == "175 MB/s"
+
+
+def test_memory_is_no_storage_to_judge(study):
+    request = json.loads(json.dumps(study.request))
+    request["targets"][0]["storage"]["medium"] = "memory"
+    table = verdicts.claims_table(dataclasses.replace(study, request=request)).set_index("id")
+    assert (table.loc["1.8"].verdict, table.loc["2.5"].verdict) == (verdicts.NOT_TESTED,) * 2
+
+
+def test_one_device_under_two_names_shows_nothing(study):
+    request = json.loads(json.dumps(study.request))
+    request["targets"][1]["device"] = request["targets"][0]["device"]
+    table = verdicts.claims_table(dataclasses.replace(study, request=request)).set_index("id")
+    assert table.loc["1.8"].verdict == verdicts.NOT_TESTED and "one device" in table.loc["1.8"].figure

@@ -31,8 +31,6 @@ def smaller_windows(study: Study, other: str) -> Judgement:
     assumed = of(study)
     name, mtbf_s = next(iter(planning.job_mtbfs_s(assumed).items()))
     first, method = study.targets[0], study.methods[0]
-    if study.same_place(first, other):
-        return Judgement(NOT_TESTED, "A/A control, one storage against itself.")
     try:
         ratio, fast, slow = planning.window_ratio(study, other, mtbf_s)
     except ValueError as error:
@@ -42,9 +40,8 @@ def smaller_windows(study: Study, other: str) -> Judgement:
         f"{_time(slow)} on {other}: {percent(ratio.time_saved, ratio.time_saved_low, ratio.time_saved_high)} less. "
         "Saves and restores are measured, failures are a model."
     )
-    if not ratio.low <= ratio.high or ratio.low <= 1 <= ratio.high:
-        return Judgement(UNDECIDED, figure)
-    return Judgement(MODELLED if ratio.high < 1 else NOT_REPRODUCED, figure)
+    judged = on_this_storage(study, other, within(ratio.low, ratio.high, 0.0, 1.0), figure)
+    return Judgement(MODELLED if judged.verdict == REPRODUCED else judged.verdict, judged.figure)
 
 
 def _time(interval: Interval) -> str:
@@ -95,6 +92,8 @@ def frequent_without_slowing(study: Study, other: str) -> Judgement:
     )
     if study.emulated(first):
         return Judgement(MODELLED, figure)
+    if study.storage(first)["medium"] == "memory":
+        return Judgement(NOT_TESTED, f"The first target is memory, not storage. {figure}")
     return Judgement(verdict, f"{figure} Judged: {today} on {called(study, first)}.")
 
 
