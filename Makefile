@@ -3,18 +3,22 @@ PYTHON ?= python3
 # The index for a CPU-only torch, where the default one would bring a CUDA build of several GB: make setup TORCH_INDEX=URL
 TORCH_INDEX ?=
 # The methods of the reference study's matrix; the first is the save of today.
-METHODS := trainer dcp-async staged fast fast-async model-only adapter-only
+METHODS := trainer dcp-async staged fast fast-async
+LABS := hdd-nas-1gbe raid-nas-10gbe
+LAB_PACKAGES := nbdkit nbdkit-plugin-python libnbd-bin fuse3 iproute2 fio
+OUT ?= results/lab
 # quick (about 3 minutes on 2 cores), default (9), full (an hour)
 PROFILE ?= default
 
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: help setup report test lint validate validate-48 sizes bench torture reference clean
+.PHONY: help setup report lab-report test lint validate validate-48 sizes bench torture reference clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make report     run the study (PROFILE=$(PROFILE)) and render its report"
+	@echo "make lab-report this disk against two emulated NASes on real kernel I/O (Linux, root; an hour)"
 	@echo "make test       run the tests"
 	@echo "make lint       check style, notebooks and the CI workflow"
 	@echo "make validate   check the statistics on synthetic studies with a known truth"
@@ -63,9 +67,20 @@ bench: $(READY)
 	$(BIN)/stallbench run --profile default --no-report
 	$(BIN)/stallbench bench results/default
 
-reference: $(READY)
+lab-report: $(READY)
+	@PATH=$$PATH:/usr/sbin; type nbdkit nbdfuse ip fio >/dev/null 2>&1 || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends $(LAB_PACKAGES) >/dev/null; } || \
+		echo "a lab needs Linux, root and these packages: $(LAB_PACKAGES)"
+	mkdir -p .target
+	$(BIN)/stallbench run --blocks 5 --target disk=.target $(foreach lab,$(LABS),--target $(lab)=lab:$(lab)) \
+		$(addprefix --method ,$(METHODS)) --out $(OUT) --no-report
+	for lab in $(LABS); do $(BIN)/stallbench lab check $$lab --study $(OUT) || exit; done
+	$(BIN)/stallbench lab sweep $(OUT)
+	$(BIN)/stallbench report $(OUT)
+
+reference:
 	rm -rf results/reference
-	$(BIN)/stallbench run --blocks 5 $(addprefix --method ,$(METHODS)) --out results/reference --no-report
+	$(MAKE) lab-report OUT=results/reference
 	$(BIN)/stallbench bench results/reference
 	$(BIN)/stallbench validate --study results/reference
 	$(BIN)/stallbench torture --study results/reference

@@ -159,6 +159,21 @@ def test_a_save_without_room_is_refused_before_a_byte_is_written(small, tmp_path
 
 
 @needs_mounts
+@pytest.mark.parametrize("method", QUICK)
+def test_room_that_others_take_during_a_save_is_not_called_free(small, tmp_path, method):
+    def fill(folder: Path) -> None:
+        (small / "somebody").write_bytes(bytes(20 << 20))
+
+    with closing(checkpointer_on(small, method, tmp_path, wait="return")) as checkpointer:
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.save(1, lambda: make_state(1), fill)
+            checkpointer.wait()
+        _, _, free = FULL.fullmatch(str(caught.value)).groups()
+        assert float(free) <= 4
+        assert names(checkpointer.parent) == []
+
+
+@needs_mounts
 @pytest.mark.parametrize("seen_before", [True, False])
 def test_a_full_local_folder_is_reported_with_its_own_room(small, tmp_path, monkeypatch, seen_before):
     target = tmp_path / "target"

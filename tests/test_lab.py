@@ -2,18 +2,25 @@
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from conftest import contents, foreign_files
 from stallbench import lab
+from stallbench.checkpointing.checkpointer import load
+from stallbench.checkpointing.commit import complete_checkpoints
 from stallbench.config import ConfigError
 from stallbench.lab_profile import PROFILES, parse
+from stallbench.ownership import sweep
+from stallbench.pagecache import drop_tree, sync_tree
 from stallbench.results import load_study
 
 needs_lab = pytest.mark.skipif(bool(lab.missing()), reason=f"skipped: {lab.missing()}")
@@ -150,11 +157,12 @@ def exists(pid: int) -> bool:
 SLOW = "lab:hdd-nas-1gbe?disk_bytes_per_s=5e7"  # what the chain can do at any time
 
 
-def start(command, folder: Path, out: Path, *settings: str) -> subprocess.Popen:
+def start(command, folder: Path, nas: str, *settings: str) -> subprocess.Popen:
+    """Begin a study of one block: first the trial on ``nas``, then one on a disk that stays well."""
     (folder / "disk").mkdir()
     foreign_files(folder / "disk")
-    places = ["--target", f"disk={folder / 'disk'}", "--target", f"nas={SLOW}"]
-    arguments = command(*places, "--blocks", "1", "--wait", "durable", "--out", str(out), *settings)
+    places = ["--target", f"nas={nas}", "--target", f"disk={folder / 'disk'}"]
+    arguments = command(*places, "--blocks", "1", "--wait", "durable", "--out", str(folder / "out"), *settings)
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -165,7 +173,7 @@ def labs_of(study: subprocess.Popen) -> list[dict]:
 
 @needs_lab
 def test_a_study_brings_its_lab_up_and_down_and_calls_it_emulated(command, tmp_path):
-    process = start(command, tmp_path, tmp_path / "out")
+    process = start(command, tmp_path, SLOW)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     study = load_study(tmp_path / "out")
@@ -176,50 +184,116 @@ def test_a_study_brings_its_lab_up_and_down_and_calls_it_emulated(command, tmp_p
     assert not labs_of(process)
 
 
-def begun(process: subprocess.Popen) -> list[Path]:
-    """The checkpoints that lie on the study's lab now."""
-    try:
-        return [path for one in labs_of(process) for path in Path(one["mountpoint"]).glob("*/*/checkpoints/*")]
-    except FileNotFoundError:  # a folder of the lab's probe went while it was looked into
-        return []
-
-
-def fault_at_first_save(process: subprocess.Popen, name: str) -> None:
-    """Turn a switch of the study's lab once a checkpoint's folder is there."""
+def wait_for_a_save(process: subprocess.Popen, places: Callable[[], list[Path]]) -> Path:
+    """Give the first checkpoint's folder, whole or not, once it is there."""
     deadline_s = time.monotonic() + 100
-    while not (found := begun(process)):
+    while True:
         assert process.poll() is None and time.monotonic() < deadline_s
-        time.sleep(0.02)
-    home = found[0].parents[4]
+        with suppress(FileNotFoundError):  # a folder of the probe went while it was looked into
+            if found := [path for place in places() for path in place.glob("*/*/checkpoints/*")]:
+                return found[0]
+        time.sleep(0.005)
+
+
+def fault_the_studys_lab(process: subprocess.Popen, name: str) -> None:
+    """Turn a switch of the study's lab in the middle of a trial."""
+    found = wait_for_a_save(process, lambda: [Path(one["mountpoint"]) for one in labs_of(process)])
+    home = found.parents[4]
     lab.Lab(home.name.removeprefix("lab-"), parse(SLOW), home).fault(name)
 
 
 @needs_lab
-@pytest.mark.parametrize("fault", ["eio-write", "eio-flush", "eio-read"])
-def test_a_failing_device_in_the_middle_costs_the_labs_trials_only(command, tmp_path, fault):
-    process = start(command, tmp_path, tmp_path / "out")
+def test_a_failing_device_in_the_middle_costs_the_labs_trials_only(command, tmp_path):
+    process = start(command, tmp_path, SLOW, "--no-report")
     before = contents(tmp_path / "disk")
-    fault_at_first_save(process, fault)
+    fault_the_studys_lab(process, "read-only")
     output, _ = process.communicate(timeout=200)
-    assert_only_the_lab_failed(process, output, tmp_path, before)
+    assert assert_only_the_lab_failed(process, output, tmp_path, before).endswith("the target is read-only now")
 
 
 @needs_lab
 def test_a_cut_link_holds_a_trial_no_longer_than_its_time_limit(command, tmp_path):
-    process = start(command, tmp_path, tmp_path / "out", "--set", "trial_limit_s=40")
+    process = start(command, tmp_path, SLOW, "--no-report", "--set", "trial_limit_s=40")
     before = contents(tmp_path / "disk")
-    fault_at_first_save(process, "cut")
+    fault_the_studys_lab(process, "cut")
     output, _ = process.communicate(timeout=200)
-    assert_only_the_lab_failed(process, output, tmp_path, before)
+    reason = assert_only_the_lab_failed(process, output, tmp_path, before)
+    assert "timed out" in reason and "trial_limit_s=40" in reason
 
 
-def assert_only_the_lab_failed(process: subprocess.Popen, output: str, folder: Path, before: dict) -> None:
+def assert_only_the_lab_failed(process: subprocess.Popen, output: str, folder: Path, before: dict) -> str:
     assert process.returncode == 1, output
     found = load_study(folder / "out").trials.set_index("target")
     assert (found.status["disk"], found.status["nas"]) == ("complete", "failed")
     assert found.reason["nas"] in output and "\n" not in found.reason["nas"]
     assert contents(folder / "disk") == before
     assert not labs_of(process)
+    return found.reason["nas"]
+
+
+def take_all_room(path: Path) -> None:
+    """Fill a file system with a file of somebody else's."""
+    with path.open("wb") as file:
+        file.write(b"somebody's data")
+        with pytest.raises(OSError, match="No space left"):
+            os.posix_fallocate(file.fileno(), 0, lab.SIZE_BYTES * 2)
+
+
+OUTLIVED = ""
+BELOW = {  # by fault: the method that meets it, and what the trial's reason says
+    "eio-write": ("fast", "."),
+    "eio-flush": ("safetensors", "."),
+    "eio-read": ("trainer", "."),
+    "read-only": ("torch", "the target is read-only now$"),
+    "full": ("fast", r"^disk full: the checkpoints need 6 MB, \d MB are free$"),
+    "stall": ("fast", OUTLIVED),
+    "cut": ("trainer", OUTLIVED),
+}
+
+
+@needs_lab
+@pytest.mark.parametrize("fault", BELOW)
+def test_a_fault_below_a_mount_costs_its_own_trial_and_no_foreign_file(command, tmp_path, fault):
+    """Study and strangers share the file system; a fault that ends by itself costs nothing but time."""
+    method, reason = BELOW[fault]
+    with lab.running(PROFILES["hdd-nas-1gbe"], out=silent, check=False) as made:
+        ours, theirs, somebody = (made.mountpoint / name for name in ("ours", "theirs", "somebody"))
+        for folder in (ours, theirs):
+            folder.mkdir()
+            foreign_files(folder)
+        (theirs / "photos").write_bytes(os.urandom(8 << 20))
+        sync_tree(made.mountpoint)
+        before = {folder: contents(folder) for folder in (ours, theirs)}
+        process = start(command, tmp_path, str(ours), "--no-report", "--method", method)
+        disk = contents(tmp_path / "disk")
+        wait_for_a_save(process, lambda: [ours])
+        if fault == "full":
+            take_all_room(somebody)
+        else:
+            made.fault(fault)
+        if fault == "cut":
+            time.sleep(5)
+            made.fault("restore")
+        output, _ = process.communicate(timeout=200)
+        if reason != OUTLIVED:
+            assert re.search(reason, assert_only_the_lab_failed(process, output, tmp_path, disk))
+        else:
+            assert process.returncode == 0, output
+        if fault == "stall":
+            saves = load_study(tmp_path / "out").spans.query("kind == 'save' and target == 'nas'")
+            assert (saves.end_s - saves.start_s).max() > 25  # it was held up, not let go
+
+        made.fault("restore")
+        for parent in ours.glob("*/*/checkpoints"):  # where it couldn't be removed, what looks complete is
+            for checkpoint in complete_checkpoints(parent):
+                assert load(checkpoint)
+        sweep(ours)
+        for folder, files in before.items():
+            assert drop_tree(folder) == "cold"  # what is read now comes from the device
+            assert contents(folder) == files
+        if fault == "full":
+            with somebody.open("rb") as file:
+                assert file.read(15) == b"somebody's data"
 
 
 def test_a_lab_that_cannot_be_is_refused_before_anything_runs(monkeypatch):

@@ -23,10 +23,10 @@ ORDER = (
     "recording", "training", "controls", "results", "states", "sweep", "trial", "environment", "execute", "study",
     "attach",
     "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity", "sizes",
-    "validation", "analysis", "matrix", "trust", "assumptions", "scaling", "planning", "tables", "judging", "forecast",
-    "planning_tables", "planning_judges", "verdicts", "plots", "plots_scaling", "plots_planning", "present", "proofs",
-    "whatif", "digest", "regression", "validate48", "report", "bench", "race", "calibration", "volatile_disk",
-    "powercut", "torture", "compare_cli", "sizes_cli", "validate48_cli", "lab_cli", "cli", "__main__",
+    "validation", "analysis", "matrix", "trust", "which_nas", "assumptions", "scaling", "planning", "tables", "judging",
+    "forecast", "planning_tables", "planning_judges", "verdicts", "plots", "plots_scaling", "plots_planning", "present",
+    "proofs", "whatif", "digest", "regression", "validate48", "report", "bench", "race", "lab_sweep", "calibration",
+    "volatile_disk", "powercut", "torture", "compare_cli", "sizes_cli", "validate48_cli", "lab_cli", "cli", "__main__",
 )  # fmt: skip
 MEASURING = {
     "spans", "storage", "ownership", "remote", "targets", "probe", "workload", "recording", "training", "controls",
@@ -35,9 +35,9 @@ MEASURING = {
 }  # fmt: skip
 ANALYSING = {
     "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity", "sizes",
-    "validation", "analysis", "matrix", "trust", "assumptions", "scaling", "planning", "tables", "judging", "forecast",
-    "planning_tables", "planning_judges", "verdicts", "plots", "plots_scaling", "plots_planning", "present", "proofs",
-    "whatif", "digest", "regression",
+    "validation", "analysis", "matrix", "trust", "which_nas", "assumptions", "scaling", "planning", "tables", "judging",
+    "forecast", "planning_tables", "planning_judges", "verdicts", "plots", "plots_scaling", "plots_planning", "present",
+    "proofs", "whatif", "digest", "regression",
 }  # fmt: skip
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -113,7 +113,7 @@ def test_what_is_installed_is_what_constraints_pin():
 def test_every_command_of_the_readme_exists():
     readme = (ROOT / "README.md").read_text()
     makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"make ([a-z]+)", readme))
+    targets = set(re.findall(r"make ([a-z-]+)", readme))
     assert {"report", "test", "validate", "bench"} <= targets
     assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
     for command in set(re.findall(r"(?:bin/|`)stallbench ([a-z]+)", readme)):

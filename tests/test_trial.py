@@ -142,6 +142,31 @@ def test_a_checkpoint_with_one_changed_bit_is_caught(trial, place, file):
     assert not one.workspace.folder.exists()
 
 
+def slowed_down(trial: Trial) -> Trial:
+    """A trial up to its restore, whose probe found next to nothing, as if something else had held the disk."""
+    trial.put_data()
+    trial.train()
+    for span in trial.timeline.spans:
+        if span.kind == "raw_read":
+            span.end_s = span.start_s + 1e5
+    return trial
+
+
+def test_a_restore_above_a_raw_limit_that_was_disturbed_is_held_against_a_second_probe(trial, place):
+    one = slowed_down(trial(place))
+    one.restore()
+    one.control()
+    one.finish()
+    assert sum(span.kind == "raw_read" for span in one.timeline.spans) == 2
+
+
+def test_a_restore_above_the_raw_limit_twice_was_not_cold(trial, place, monkeypatch):
+    one = slowed_down(trial(place))
+    monkeypatch.setattr("stallbench.trial.raw_limits", lambda workspace, timeline: None)
+    with pytest.raises(TrialError, match="above the raw limit of 0 MB/s: some cache below was warm"):
+        one.restore()
+
+
 def test_a_model_with_a_head_for_other_classes_gets_a_new_head(trial, place, tmp_path):
     path = tmp_path / "three.csv"
     path.write_text("text,label\n" + "".join(f"row number {row},class {row % 3}\n" for row in range(30)))

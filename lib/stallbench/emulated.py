@@ -81,11 +81,11 @@ class Profile(BaseModel):
 POSITION_S = 8e-3 + 0.5 * 60 / 7200
 # An MTU of 1500 bytes holds 1448 of data (less IPv4 20, TCP 20, timestamps 12) and takes 1538 on the wire (Ethernet
 # header and checksum 18, preamble 8, gap 12: IEEE 802.3).
-_TCP_SHARE = 1448 / 1538
+TCP_SHARE = 1448 / 1538
 _NAS_1GBE = Profile(
     disk_bytes_per_s=200e6,  # low end of 200 to 285 MB/s on outer tracks, 7200 rpm: vendors' datasheets (DESIGN 14)
     position_s=POSITION_S,
-    link_bytes_per_s=125e6 * _TCP_SHARE,  # 1 Gbit/s: IEEE 802.3
+    link_bytes_per_s=125e6 * TCP_SHARE,  # 1 Gbit/s: IEEE 802.3
     round_trip_s=0.2e-3,  # a switched LAN: our assumption, ping tells yours
     round_trips_per_file=4,  # OPEN, WRITE, COMMIT, CLOSE: RFC 7530 (NFSv4)
     commit_on_close=True,  # RFC 7530 section 10.3.1
@@ -93,7 +93,7 @@ _NAS_1GBE = Profile(
 )
 PROFILES: dict[str, Profile] = {
     "hdd-nas-1gbe": _NAS_1GBE,
-    "hdd-nas-10gbe": _NAS_1GBE.model_copy(update={"link_bytes_per_s": 1250e6 * _TCP_SHARE}),  # 10 Gbit/s: IEEE 802.3
+    "hdd-nas-10gbe": _NAS_1GBE.model_copy(update={"link_bytes_per_s": 1250e6 * TCP_SHARE}),  # 10 Gbit/s: IEEE 802.3
 }
 
 

@@ -1,9 +1,10 @@
-"""A full disk, named as such, however the writer that met it put it; and the memory that is really free."""
+"""A full or read-only disk, named as such, however the writer that met it put it; and the memory really free."""
 
 import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import psutil
 
@@ -34,6 +35,15 @@ def full_disk(error: BaseException, needed_bytes: int, free_bytes: int) -> str |
     if full is None:
         return None
     return f"{full}: the checkpoints need {needed_bytes / 1e6:,.0f} MB, {free_bytes / 1e6:,.0f} MB are free"
+
+
+def read_only(folder: Path) -> bool:
+    """Whether a file system takes no files any more; statvfs(3) doesn't tell where ext4 gave up (since Linux 6.15)."""
+    try:
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.errno == errno.EROFS
+    return False
 
 
 def free_memory_bytes() -> int:

@@ -4,6 +4,7 @@ The chain: nbdkit with `lab_disk` (bytes in memory) → nbdfuse → a loop devic
 crosses a pair of network namespaces whose link is shaped by tc's tbf.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -39,6 +40,7 @@ PACKAGES = {  # Debian's, by program
     "tc": "iproute2",
 }
 SIZE_BYTES = 4 << 30
+PROBES = 3
 DEVICE_FAULTS = {"eio-write": "write", "eio-flush": "flush", "eio-read": "read", "stall": "stall"}
 FAULTS = (*DEVICE_FAULTS, "cut", "restore", "read-only")
 # tbf counts a segment's 1448 bytes of data as 1514 (MTU 1500 and the Ethernet header).
@@ -87,8 +89,10 @@ class Lab:
         Parameters
         ----------
         name
-            ``eio-write``, ``eio-flush``, ``eio-read``; ``stall`` for some seconds; ``cut`` the link;
-            ``read-only`` mount; ``restore`` undoes all (not what ext4 did after an error of its journal).
+            ``eio-write``, ``eio-flush``, ``eio-read``; ``stall`` for some seconds; ``cut`` the link; ``read-only``, as
+            ext4 makes itself after an error (``errors=remount-ro``), files open for writing or not; ``restore``.
+            That undoes all, but for what wasn't durable yet when ext4 gave up, by its own judgement or by the switch:
+            this is lost, as in a power cut, since the file system is unmounted and mounted again then.
         seconds
             Of the stall.
 
@@ -96,19 +100,33 @@ class Lab:
         ------
         ValueError
             If there is no such switch, or no link to cut.
+        RuntimeError
+            If a program fails: ``restore`` where ext4 gave up and files on it are still open.
         """
         if name not in FAULTS or (name == "cut" and not self.profile.network):
             raise ValueError(f"no fault {name!r} on this lab; there are: {', '.join(FAULTS)} (cut: with a link only)")
         if name in ("cut", "restore") and self.profile.network:
             run_program("ip", "-n", f"{self.home.name}-c", "link", "set", "lab-c", "down" if name == "cut" else "up")
         if name == "read-only":
-            run_program("mount", "-o", "remount,ro", str(self.mountpoint))
+            run_program("mount", "-o", "remount,errors=remount-ro", str(self.mountpoint))
+            # remount,ro is refused while files are open for writing; an error is not (fs/ext4/sysfs.c of Linux).
+            (loop,) = _loops(self.home.name)
+            Path("/sys/fs/ext4", Path(loop).name, "trigger_fs_error").write_text("the lab's read-only switch")
         if name in DEVICE_FAULTS:
             self._order({"fault": DEVICE_FAULTS[name], "value": seconds})
         if name == "restore":
             self._order({"fault": "restore"})
-            with suppress(RuntimeError):  # ext4 refuses once its journal was aborted
-                run_program("mount", "-o", "remount,rw", str(self.mountpoint))
+            self._mount_again_if_dead()
+
+    def _mount_again_if_dead(self) -> None:
+        """Start ext4 afresh if it gave up: a remount wouldn't."""
+        try:
+            os.close(os.open(self.mountpoint, os.O_TMPFILE | os.O_WRONLY))
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EIO):
+                raise
+            run_program("umount", str(self.mountpoint))
+            _mount(*_loops(self.home.name), self.mountpoint)
 
     def counters(self) -> dict:
         """Give the device's requests and bytes by kind, and its positions."""
@@ -188,7 +206,11 @@ def _build(lab: Lab, kept: bool) -> None:
         _wait_for(ready, process, lab.home / "log")
     # Without direct I/O a second page cache, that of the file below, would lie under the file system.
     loop = run_program("losetup", "--find", "--show", "--direct-io=on", str(device))
-    run_program("mount", "-t", "ext4", loop, str(lab.mountpoint))
+    _mount(loop, lab.mountpoint)
+
+
+def _mount(loop: str, mountpoint: Path) -> None:
+    run_program("mount", "-t", "ext4", loop, str(mountpoint))
 
 
 def _namespaces(lab: Lab) -> list[str]:
@@ -257,14 +279,18 @@ def _words(kind: str, bytes_per_s: float) -> str:
 def check_ceiling(profile: LabProfile) -> None:
     """Raise ConfigError if the profile asks for more than half of what the chain without limits reaches."""
     # The control has the profile's link in its way only if that is the profile's own limit.
+    ceiling = 0.0
     with running(PROFILES["fast"], out=lambda line: None, check=False) as control:
-        limits = limits_of(control)
-    ceiling = min(limits.get("raw_write", 0.0), limits.get("raw_read", 0.0))
-    if profile.sustained_bytes_per_s > ceiling / 2:
-        raise ConfigError(
-            f"lab profile needs {profile.sustained_bytes_per_s / 1e6:.0f} MB/s sustained, which is more than half of "
-            f"the {ceiling / 1e6:.0f} MB/s that the chain itself reaches here; lower disk_bytes_per_s or spindles"
-        )
+        for _ in range(PROBES):  # what else runs here can only lower what a probe finds
+            limits = limits_of(control)
+            ceiling = max(ceiling, min(limits.get("raw_write", 0.0), limits.get("raw_read", 0.0)))
+            if profile.sustained_bytes_per_s <= ceiling / 2:
+                return
+    raise ConfigError(
+        f"lab profile needs {profile.sustained_bytes_per_s / 1e6:.0f} MB/s sustained, which is more than half of "
+        f"the {ceiling / 1e6:.0f} MB/s that the chain itself reaches here; lower disk_bytes_per_s or spindles, or let "
+        "nothing else run"
+    )
 
 
 @contextmanager

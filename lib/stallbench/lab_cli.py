@@ -1,11 +1,12 @@
 """The commands of ``stallbench lab``."""
 
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from stallbench import lab, lab_check
-from stallbench.config import ConfigError
+from stallbench.config import DEFAULT_DISK, ConfigError
 from stallbench.lab_profile import PROFILES, parse
 
 REFUSED = 2
@@ -47,10 +48,42 @@ def status() -> None:
 
 
 @app.command()
-def check(profile: Profile) -> None:
+def check(
+    profile: Profile,
+    study: Annotated[Path | None, typer.Option(help="A study's folder: its report shows the table.")] = None,
+) -> None:
     """Hold both emulations against arithmetic."""
+    from stallbench.results import LAB_CHECK, load_study, read_json, write_json
+
     try:
+        folder = load_study(study).folder if study else None
         rows = lab_check.check(parse(profile))
     except (ConfigError, ValueError, RuntimeError) as error:
         _refuse(error)
     print(lab_check.table(rows))
+    if folder:
+        kept = read_json(folder / LAB_CHECK) if (folder / LAB_CHECK).exists() else {}
+        write_json(folder / LAB_CHECK, kept | {profile: rows})
+
+
+@app.command()
+def sweep(
+    study: Annotated[Path, typer.Argument(help="A finished study: its report shows the map.")],
+    folder: Annotated[Path, typer.Option(help="On the disk that the NASes are compared with.")] = DEFAULT_DISK,
+    rounds: Annotated[int, typer.Option(min=2, help="Visits of every NAS; each takes about 2 minutes.")] = 5,
+) -> None:
+    """Save a checkpoint on emulated NASes of many kinds, to find which one makes the disk save 25 % of the time."""
+    from stallbench.workload import prepare_libraries
+
+    prepare_libraries(allow_download=False)
+    from stallbench import lab_sweep
+    from stallbench.results import LAB_SWEEP, load_study, write_json
+    from stallbench.which_nas import words
+
+    try:
+        found = load_study(study)
+        folder.mkdir(exist_ok=True)
+        write_json(found.folder / LAB_SWEEP, lab_sweep.measure(folder, rounds))
+    except (ConfigError, RuntimeError) as error:
+        _refuse(error)
+    print(words(found))

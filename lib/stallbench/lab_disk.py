@@ -44,6 +44,10 @@ class Spindle:
         self.head = offset + size_bytes
         return max(now_s, self.free_at_s - self.cache_drain_s)
 
+    def flushed_s(self, stable_cache: bool) -> float:
+        """Give when all that was queued is stable: on the disk, or in a cache that counts as stable."""
+        return self.free_at_s - self.cache_drain_s * stable_cache
+
     def read(self, now_s: float, offset: int, size_bytes: int) -> float:
         """Queue a read, which overtakes what the write cache holds; give when it is done."""
         ready_s = max(self.reads_free_at_s, self.free_at_s - self.cache_drain_s)
@@ -67,6 +71,7 @@ class Server:
         self.size_bytes = os.fstat(self.image).st_size
         self.lock = threading.Lock()
         self.round_trip_s = model["round_trip_s"] if model else 0.0
+        self.stable_cache = bool(model and model["stable_cache"])
         self.spindles: list[Spindle] = []
         if model:
             drain_s = model["server_cache_bytes"] / (model["disk_bytes_per_s"] * model["spindles"])
@@ -102,7 +107,7 @@ class Server:
                 raise OSError(errno.EIO, f"the {kind} switch is on")
             now_s = done_s = time.monotonic()
             if kind == "flush":
-                done_s = max([now_s, *(spindle.free_at_s for spindle in self.spindles)])
+                done_s = max([now_s, *(spindle.flushed_s(self.stable_cache) for spindle in self.spindles)])
             else:
                 self.moved_bytes[kind] += size_bytes
                 for spindle, place, length in self._pieces(offset, size_bytes) if self.spindles else ():

@@ -17,6 +17,9 @@ class LabProfile(emulated.Profile):
         Of a disk alone: its own volatile cache. It acknowledges writes; a flush waits until the disk has them.
     round_trip_s
         Added to each request to the device. ``round_trips_per_file`` has no effect: there are no files on NBD.
+    stable_cache
+        Whether the cache counts as stable, and a flush doesn't wait for the disk: battery-backed memory, or a server
+        that says so (an NFS export with ``async``).
     spindles
         Striped drives, 512 KiB a stripe.
     network
@@ -25,6 +28,7 @@ class LabProfile(emulated.Profile):
         No mechanics at all: the control, whose rate is that of the chain.
     """
 
+    stable_cache: bool = False
     spindles: int = Field(default=1, ge=1, le=64)
     network: bool = False
     unlimited: bool = False
@@ -46,8 +50,9 @@ _HDD = _NAS | {
 PROFILES: dict[str, LabProfile] = {
     "hdd": LabProfile(**_HDD),
     "hdd-nas-1gbe": LabProfile(**_NAS),
+    # Four drives in RAID 10 write as two: a striped pair, mirrored.
     "raid-nas-10gbe": LabProfile(
-        **_NAS | {"link_bytes_per_s": emulated.PROFILES["hdd-nas-10gbe"].link_bytes_per_s, "spindles": 4}
+        **_NAS | {"link_bytes_per_s": emulated.PROFILES["hdd-nas-10gbe"].link_bytes_per_s, "spindles": 2}
     ),
     "fast": LabProfile(**_HDD | {"unlimited": True}),
 }

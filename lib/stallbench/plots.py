@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from stallbench import which_nas
 from stallbench.analysis import MEASURES, block_means, condition, measured
 from stallbench.matrix import cells, phase_means
 from stallbench.models import ARTICLE_FAST_S, ARTICLE_SLOW_S, Schedule, cumulative_wait
@@ -185,6 +186,46 @@ def phase_bars(study: Study) -> Figure:
         for words, colour, hatch in (_PHASES[kind] for kind in shown)
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8.5)
+    return figure
+
+
+def saved_over_rate(study: Study) -> Figure | None:
+    """Draw what the disk saves against the sweep's NASes over their rate; None where nothing was swept."""
+    kept = which_nas.load(study)
+    if kept is None:
+        return None
+    rows, size_bytes = kept
+    a, b = which_nas.line(rows, size_bytes)
+    disk_s = rows.durable_s[rows.place == "disk"].mean()
+    points = which_nas.swept(rows)
+    fastest = max(one.rate_bytes_per_s for one in points if not one.memory)
+    figure, axes = plt.subplots(figsize=(5.2, 3.6))
+    for memory, marker, label in ((False, "o", "array only"), (True, "s", "with stable memory")):
+        own = [one for one in points if one.memory == memory]
+        saved = [one.saved for one in own]
+        spread = [
+            [one.time_saved - one.time_saved_low for one in saved],
+            [one.time_saved_high - one.time_saved for one in saved],
+        ]
+        axes.errorbar(
+            [one.rate_bytes_per_s / 1e6 for one in own], [one.time_saved * 100 for one in saved],
+            yerr=np.array(spread) * 100, fmt=marker, ms=5, color="black" if memory else _COLOURS[0], capsize=2,
+            mfc="white" if memory else None, label=label,
+        )  # fmt: skip
+    rates = np.geomspace(min(one.rate_bytes_per_s for one in points), 5 * fastest, 200)
+    curve = 100 * (1 - disk_s / (a + b * size_bytes / rates))
+    inside = rates <= fastest
+    axes.plot(rates[inside] / 1e6, curve[inside], color=_COLOURS[0], label="line through the arrays")
+    axes.plot(rates[~inside] / 1e6, curve[~inside], color=_COLOURS[0], ls=":", label="extrapolated")
+    axes.axhline(which_nas.CLAIMED_TIME_SAVED * 100, color="black", lw=1, ls="--")
+    axes.annotate("claimed", (rates[0] / 1e6, which_nas.CLAIMED_TIME_SAVED * 100 + 2), fontsize=9)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(min(0, *curve), 100)
+    axes.set_xlabel("MB/s that the emulated NAS takes from end to end, as stated")
+    axes.set_ylabel("time saved by this disk, %")
+    axes.set_title("A save until durable: this disk against a NAS")
+    figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 

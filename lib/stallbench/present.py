@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from stallbench import analysis, matrix, trust
+from stallbench import analysis, matrix, trust, which_nas
 from stallbench.analysis import MEASURES, Comparison, compare, compared_with, condition, never_durable, percent, seconds
 from stallbench.config import METHODS
 from stallbench.models import ARTICLE_FAST_S, ARTICLE_SLOW_S, Schedule, worked_example
 from stallbench.results import Study
-from stallbench.tables import beside_table, called
+from stallbench.tables import beside_table, called, nas_table
 from stallbench.verdicts import claims_table, headline, moved_words, summary_lines
 
 
@@ -301,6 +301,25 @@ def floors_caption() -> str:
         "To memory alone: on a real path, the same save to a memory file system; on a device emulated in-process, "
         "the save's own time without the device's. Storage saves at most: what an infinitely fast store would save, "
         "paired by block."
+    )
+
+
+def nas_html(study: Study) -> str:
+    """Write the map of NASes: which of them would make the disk save the claimed share of the time."""
+    kept = which_nas.load(study)
+    if kept is None:
+        return "<p>Not mapped for this page; <code>stallbench lab sweep DIR</code> does it (Linux, root).</p>"
+    rows, size_bytes = kept
+    shown = (
+        f"The Trainer's save of {size_bytes / 1e6:,.0f} MB, then fsync, on emulated NASes (labs) and on the disk, "
+        f"in {rows['round'].nunique()} rounds in random order; time saved is paired by round, with its 95 % interval. "
+        "Bound by the emulation: its own chain takes more than half of that time, so a real NAS of these rates "
+        "may be faster. A network store also loses time to round trips for each file, which a block device has none of."
+    )
+    return (
+        f"<p>{html.escape(which_nas.words(study))}</p>"
+        + table_html(nas_table(rows), index=False)
+        + caption(study, shown)
     )
 
 

@@ -7,7 +7,9 @@ import pandas as pd
 from stallbench import forecast, trust
 from stallbench.analysis import duration, percent
 from stallbench.present import caption, table_html
-from stallbench.results import BENCH, TORTURE, VALIDATION, Study, read_json
+from stallbench.results import BENCH, LAB_CHECK, TORTURE, VALIDATION, Study, read_json
+
+LAB_TOLERANCE = 0.15
 
 
 def validation_html(study: Study) -> str:
@@ -147,3 +149,35 @@ def torture_html(study: Study) -> str:
         "be read or isn't what was saved.</p>"
     )
     return words + table_html(table.replace("nan", "-"), index=False)
+
+
+def lab_check_html(study: Study) -> str:
+    """Write both emulations beside arithmetic, if that was measured for this study."""
+    path = study.folder / LAB_CHECK
+    if not path.exists():
+        return (
+            "<p>The emulations were not held against arithmetic for this page; "
+            "<code>stallbench lab check PROFILE --study DIR</code> does it.</p>"
+        )
+    parts = [
+        "<p>The same work on both emulations, beside bytes / rate + positions x time. "
+        f"Goal: within {LAB_TOLERANCE:.0%} of arithmetic, or the chain's own time says why not. The chain: the same "
+        "work on a lab without limits.</p>"
+    ]
+    for profile, rows in read_json(path).items():
+        table = pd.DataFrame(rows)
+        ratio = table.lab_s / table.arithmetic_s
+        shown = pd.DataFrame(
+            {
+                "operation": table.operation,
+                "arithmetic": table.arithmetic_s.map("{:.3f} s".format),
+                "in-process": table.in_process_s.map("{:.3f} s".format, na_action="ignore").fillna("-"),
+                "lab": table.lab_s.map("{:.3f} s".format),
+                "lab / arithmetic": ratio.map("{:.2f}".format),
+                "positions": table.positions,
+                "chain": table.chain_s.map("{:.3f} s".format),
+                "within the goal": (abs(ratio - 1) <= LAB_TOLERANCE).map({True: "yes", False: "no"}),
+            }
+        )
+        parts.append(f"<h4>{html.escape(profile)}</h4>{table_html(shown, index=False)}")
+    return "".join(parts)

@@ -26,6 +26,7 @@ VALIDATION, BENCH, TORTURE = "validation.json", "bench.json", "torture.json"
 VALIDATE_48 = "validate48.json"
 ASSUMPTIONS = "assumptions.json"  # what the page takes for granted, where it isn't the default
 SIZES, SWEEP, SAVES = "sizes", "sweep.json", "saves.parquet"  # a folder, and the files in it
+LAB_CHECK, LAB_SWEEP = "lab-check.json", "lab-sweep.json"
 TRIAL, FAILURE, SPANS = "trial.json", "failure.json", "spans.parquet"
 # What tells a trial from the others.
 TRIAL_KEYS = ("trial", "target", "method", "wait", "block")

@@ -349,6 +349,8 @@ def _run_trial(
             config.trial_limit_s,
         )
         error = "the notebook ended without its trial.json"
+    except TimeoutError as failure:  # nbclient's; the last line is a rule
+        error = f"{str(failure).splitlines()[0]} (trial_limit_s={config.trial_limit_s})"
     except Exception as failure:  # papermill and nbclient raise many kinds; trial.json alone decides
         lines = str(failure).strip().splitlines()
         error = f"{type(failure).__name__}: {lines[-1] if lines else 'the kernel died'}"

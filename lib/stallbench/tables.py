@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from stallbench import analysis, matrix, trust
+from stallbench import analysis, matrix, trust, which_nas
 from stallbench.analysis import compare, compared_with, duration, percent, seconds
 from stallbench.config import ASYNCHRONOUS
 from stallbench.models import Schedule, compounding, drive_wear, worked_example
@@ -59,6 +59,25 @@ def floors_table(study: Study) -> pd.DataFrame:
         name = f"{floor.method} on {called(study, floor.target)}"
         rows[name] = [seconds(floor.durable_s), seconds(floor.memory_s), saved]
     return pd.DataFrame.from_dict(rows, orient="index", columns=["durable", "to memory alone", "storage saves at most"])
+
+
+def nas_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Give what the disk saves against every NAS of the sweep, the slowest first."""
+    return pd.DataFrame(
+        [
+            {
+                "link": one.link.replace(" ", "\N{NO-BREAK SPACE}"),
+                "behind it": "stable memory" if one.memory else f"{one.array_bytes_per_s / 1e6:,.0f} MB/s",
+                "end to end, stated": f"{one.rate_bytes_per_s / 1e6:,.0f} MB/s",
+                "durable": seconds(one.durable_s),
+                "time saved by the disk": percent(
+                    one.saved.time_saved, one.saved.time_saved_low, one.saved.time_saved_high
+                ),
+                "bound by": "the emulation" if one.at_ceiling else "the NAS",
+            }
+            for one in which_nas.swept(rows)
+        ]
+    )
 
 
 def beside_table(study: Study) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from pathlib import Path
 from stallbench import emulated, remote
 from stallbench.config import EMULATED, ConfigError, Target
 from stallbench.ownership import MARKER, machine_id, marker_of, remove, sweep
-from stallbench.pagecache import drop_files, drop_metadata, drop_tree, files_below
+from stallbench.pagecache import drop_files, drop_metadata, drop_tree, files_below, sync_tree
 from stallbench.storage import Storage, backing_file, describe
 
 MARGIN_BYTES = 64 << 20
@@ -206,6 +206,7 @@ def claim(target: Target, study_id: str) -> Iterator[Path]:
         folder.mkdir()
         marker = {"study_id": study_id, "machine": machine_id(), "pid": os.getpid()}
         (folder / MARKER).write_text(json.dumps(marker))
+        sync_tree(folder)  # else a device that fails leaves the folder, and a marker that says nothing
     except OSError as error:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()

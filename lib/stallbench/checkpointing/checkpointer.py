@@ -73,7 +73,7 @@ class Checkpointer:
         self._writer = make_writer(method, local, workspace.store)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
-        self._has_buffers, self._free_bytes = False, 0
+        self._has_buffers = False
         for folder in (parent, local):
             folder.mkdir(parents=True, exist_ok=True)
         commit.recover(parent)
@@ -104,7 +104,6 @@ class Checkpointer:
                 with self._phase(save, "queue"):
                     self.wait()
                 self._workspace.require_present()
-                self._free_bytes = shutil.disk_usage(self.parent).free
                 tensors = flatten(capture())
                 self._check_room(tensors)
                 with self._cleared_on_error(final, tensors) as folder, self._guard(step):
@@ -177,7 +176,7 @@ class Checkpointer:
 
     def _full(self, error: BaseException, needed_bytes: int) -> str | None:
         """Say that there was no room, and where: what the broken save had taken is free again."""
-        free_bytes = max(self._free_bytes, shutil.disk_usage(self.parent).free)
+        free_bytes = shutil.disk_usage(self.parent).free
         local_bytes = shutil.disk_usage(self._local).free if self.method == "staged" else free_bytes
         full = full_disk(error, needed_bytes, min(free_bytes, local_bytes))
         return full.replace(":", " in the local folder:", 1) if full and local_bytes < free_bytes else full
