@@ -165,7 +165,8 @@ def growth(study: Study, sweep: Sweep, other: str) -> Growth | None:
     if any(table.empty for table in tables):
         return None
     wide = [table.pivot(index="block", columns="size_bytes", values="save_s").dropna() for table in tables]
-    saved = (wide[1] - wide[0]).dropna()
+    shared = wide[0].columns.intersection(wide[1].columns)  # a small lab lacks the largest
+    saved = (wide[1][shared] - wide[0][shared]).dropna()
     if saved.empty or saved.shape[1] < 2:
         return None
     small, large = saved.columns.min(), saved.columns.max()

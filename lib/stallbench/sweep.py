@@ -12,11 +12,11 @@ import numpy as np
 import pandas as pd
 from transformers import Trainer
 
-from stallbench import places, states, targets
+from stallbench import lab, places, states, targets
 from stallbench.checkpointing import commit
 from stallbench.checkpointing.checkpointer import Checkpointer
 from stallbench.checkpointing.state import capture
-from stallbench.config import AS_SHIPPED, SNAPSHOTS, ConfigError, StudyConfig
+from stallbench.config import AS_SHIPPED, SNAPSHOTS, ConfigError, StudyConfig, Target
 from stallbench.faults import free_memory_bytes
 from stallbench.recording import Recorder, synchronize
 from stallbench.results import TRIAL_KEYS, events_of
@@ -25,6 +25,8 @@ from stallbench.targets import Workspace
 
 # The first touches fresh memory, and is recorded as a warm-up.
 WARMUP_SAVES, COUNTED_SAVES = 1, 2
+# What a file system and a library's padding take of a lab's disk besides.
+LAB_SHARE = 0.9
 COLUMNS = ("model", "target", "method", "block", "warmup", "size_bytes", "files", "returned_s", "stall_s", "durable_s")
 
 # Called when a cell of the sweep is done: what it was, and its counted saves' mean durable seconds.
@@ -45,16 +47,30 @@ def check(config: StudyConfig, models: Sequence[str]) -> list[str]:
     partial = [method for method in config.methods if method in ("model-only", "adapter-only")]
     if partial:
         raise ConfigError(f"method={partial[0]!r} is refused: a sweep saves full states; use a method that does")
+    for target in config.targets:
+        if target.lab:
+            lab.require(target.location)
     needed_bytes = {name: states.checkpoint_bytes(name) for name in models}
     largest = max(needed_bytes, key=needed_bytes.get)
     copies = 1 + any(method in SNAPSHOTS for method in config.methods)
-    copies += any(not (target.mounted or target.lab) for target in config.targets)  # its bytes lie in memory
+    copies += any(not target.mounted for target in config.targets)  # its bytes lie in memory
     if copies * needed_bytes[largest] > free_memory_bytes():
         raise ConfigError(
             f"model={largest!r} is refused: it needs {copies * needed_bytes[largest] / 1e9:.1f} GB of memory, and "
             f"{free_memory_bytes() / 1e9:.1f} GB are free; name smaller ones with --model"
         )
-    return targets.check(config.targets, needed_bytes[largest], config.control)
+    left_out = [
+        f"{name} doesn't fit on target {target.name}, a lab of {lab.SIZE_BYTES / 1e9:.1f} GB, and is left out there"
+        for target in config.targets
+        for name in models
+        if not _fits(target, name)
+    ]
+    return left_out + targets.check(config.targets, needed_bytes[largest], config.control)
+
+
+def _fits(target: Target, name: str) -> bool:
+    """Whether a lab, whose disk is small, holds a state; of other targets ``targets.check`` looks at the room."""
+    return not target.lab or states.checkpoint_bytes(name) <= LAB_SHARE * lab.SIZE_BYTES
 
 
 def run(config: StudyConfig, models: Sequence[str], on_cell: OnCell = lambda words, durable_s: None) -> pd.DataFrame:
@@ -89,7 +105,8 @@ def run(config: StudyConfig, models: Sequence[str], on_cell: OnCell = lambda wor
         for block in range(1, config.blocks + 1):
             for name in (str(name) for name in draw.permutation(list(models))):
                 trainer = states.make_trainer(name, scratch, config.seed + block)
-                cells = [(target, method) for target in held for method in config.methods]
+                fitting = [target.name for target in config.targets if _fits(target, name)]
+                cells = [(target, method) for target in fitting for method in config.methods]
                 for target, method in (cells[index] for index in draw.permutation(len(cells))):
                     saves = _saves(trainer, held[target], method, scratch, f"{block}-{name}-{method}")
                     tables.append(saves.assign(model=name, block=block))

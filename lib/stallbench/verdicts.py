@@ -108,10 +108,8 @@ def _compounds(study: Study, other: str) -> Judgement:
     schedule = of(study).schedule
     saved = compare(study, "durable_s", other).saved_s
     n = schedule.saves
-    figure = (
-        f"{n} saves in {schedule.run_h:g} h: {duration(saved.mean * n, saved.low * n, saved.high * n)} saved a run "
-    )
-    figure += "until durable, a projection from means. "
+    total = duration(saved.mean * n, saved.low * n, saved.high * n)
+    figure = f"{n} saves in {schedule.run_h:g} h: {total} saved a run until durable, a projection from means. "
     rows = forecast.kept(study)
     if not rows:
         figure += "48 saves in a row were not run."
