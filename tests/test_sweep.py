@@ -122,3 +122,13 @@ def test_a_sweep_that_fails_keeps_nothing_and_clears_the_target(swept, monkeypat
     failed = asked(folder, "--target", f"disk={disk}", "--model", "nanogpt-cpu", "--method", "fast", "--blocks", "1")
     assert failed.exit_code == 1 and "a save failed, and nothing was kept" in failed.stderr
     assert contents(disk) == before and contents(folder / "sizes") == kept
+
+
+def test_a_lab_is_left_out_where_its_disk_cannot_hold_a_state(swept, monkeypatch):
+    config = StudyConfig.parse(targets=(parse_target(f"disk={swept[1]}"), parse_target("nas=lab:hdd-nas-1gbe")))
+    monkeypatch.setattr(sweep.lab, "require", lambda location: None)
+    monkeypatch.setattr(sweep.lab, "SIZE_BYTES", 50_000_000)
+    warnings = sweep.check(config, SMALL)
+    assert [text for text in warnings if "left out" in text] == [
+        "bert-tiny doesn't fit on target nas, a lab of 0.1 GB, and is left out there"
+    ]
