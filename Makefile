@@ -13,7 +13,7 @@ PROFILE ?= default
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: help setup report lab-report test lint validate bench torture reference clean
+.PHONY: help setup report lab-report test lint validate validate-48 sizes bench torture reference clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,8 @@ help:
 	@echo "make test       run the tests"
 	@echo "make lint       check style, notebooks and the CI workflow"
 	@echo "make validate   check the statistics on synthetic studies with a known truth"
+	@echo "make validate-48 predict 48 saves from a few, and run them (20 minutes)"
+	@echo "make sizes      save states from 10 MB to 4 GB (15 minutes)"
 	@echo "make bench      measure the instrument itself, and race the methods side by side"
 	@echo "make torture    kill saves and cut their power, and show that nothing is lost"
 	@echo "make reference  measure and render results/reference again"
@@ -52,6 +54,12 @@ lint: $(READY)
 validate: $(READY)
 	$(BIN)/stallbench validate
 
+validate-48: $(READY)
+	$(BIN)/stallbench validate48 --study results/$(PROFILE)
+
+sizes: $(READY)
+	$(BIN)/stallbench sizes results/$(PROFILE)
+
 torture: $(READY)
 	$(BIN)/stallbench torture
 
@@ -76,6 +84,8 @@ reference:
 	$(BIN)/stallbench bench results/reference
 	$(BIN)/stallbench validate --study results/reference
 	$(BIN)/stallbench torture --study results/reference
+	$(BIN)/stallbench sizes results/reference --target disk=.target --target $(firstword $(LABS))=lab:$(firstword $(LABS))
+	$(BIN)/stallbench validate48 --study results/reference
 	$(BIN)/stallbench report results/reference
 
 clean:

@@ -11,9 +11,11 @@ import matplotlib.pyplot as plt
 import nbformat
 import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
 from conftest import contents, foreign_files
-from stallbench import load_analysis, load_plots, load_present, load_verdicts, verdicts
+from stallbench import claims, judging, load_analysis, load_plots, load_present, load_verdicts
+from stallbench.cli import app
 from stallbench.load_trial import KINDS, PHASES, REAL_MODEL
 from stallbench.report import _join
 from stallbench.results import FAILURE, LOAD, METHOD_VERSION, SCHEMA_VERSION, SPANS, load_study, trial_id, write_json
@@ -116,7 +118,25 @@ def study(tmp_path_factory):
 
 
 def verdict_of(study, claim: str) -> str:
-    return verdicts.claims_table(study).set_index("id").verdict[claim]
+    return claims.claims_table(study).set_index("id").verdict[claim]
+
+
+def asked(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_the_figures_for_machines_and_for_people(study):
+    found = json.loads(asked("report", study.folder, "--format", "json").stdout)
+    rate = load_analysis.rates(study, "nas", "cold reads").samples_per_s
+    cold = next(one for one in found["reads"] if (one["target"], one["phase"]) == ("nas", "cold reads"))
+    assert cold["samples_per_s"]["mean"] == pytest.approx(rate.mean()) and found["experiment"] == "load"
+    assert len(found["claims"]) == len(claims.CLAIMS) and found["headline"] == load_present.headline(study)
+    assert asked("report", study.folder, "--format", "md").stdout.strip() == load_present.summary(study).strip()
+
+
+def test_a_study_under_load_is_no_gate(study):
+    refused = asked("compare", study.folder, study.folder)
+    assert refused.exit_code == 2 and "only studies of saves are compared" in refused.stderr
 
 
 def test_interference_is_what_the_numbers_say_and_the_targets_part_is_told_from_the_processors(study):
@@ -181,30 +201,30 @@ def test_the_loops_split_and_iterations_a_day(study):
 
 
 def test_clear_differences_on_measured_storage_are_reproduced(study):
-    table = verdicts.claims_table(study).set_index("id")
+    table = claims.claims_table(study).set_index("id")
     for claim in load_verdicts.JUDGED_UNDER_LOAD:
-        assert table.verdict[claim] == verdicts.REPRODUCED, (claim, table.figure[claim])
-    assert set(table.verdict.drop(list(load_verdicts.JUDGED_UNDER_LOAD))) == {verdicts.NOT_TESTED}
+        assert table.verdict[claim] == judging.REPRODUCED, (claim, table.figure[claim])
+    assert set(table.verdict.drop(list(load_verdicts.JUDGED_UNDER_LOAD))) == {judging.NOT_TESTED}
 
 
 def test_no_difference_is_not_reproduced_or_not_tested(tmp_path):
-    found = verdicts.claims_table(make(tmp_path, QUICK, QUICK | {"read": 1.1e-4, "wait": 1.1e-4})).set_index("id")
-    assert found.verdict["1.6"] == found.verdict["1.11"] == verdicts.NOT_REPRODUCED
-    assert found.verdict["2.1"] == verdicts.NOT_TESTED and "slower storage here: 0" in found.figure["2.1"]
-    assert found.verdict["2.3"] == verdicts.NOT_REPRODUCED
-    assert found.verdict["2.4"] == verdicts.NOT_REPRODUCED
+    found = claims.claims_table(make(tmp_path, QUICK, QUICK | {"read": 1.1e-4, "wait": 1.1e-4})).set_index("id")
+    assert found.verdict["1.6"] == found.verdict["1.11"] == judging.NOT_REPRODUCED
+    assert found.verdict["2.1"] == judging.NOT_TESTED and "slower storage here: 0" in found.figure["2.1"]
+    assert found.verdict["2.3"] == judging.NOT_REPRODUCED
+    assert found.verdict["2.4"] == judging.NOT_REPRODUCED
 
 
 def test_what_the_processor_does_is_not_charged_to_the_storage(tmp_path):
     busy = MEMORY | {"together": 2.0, "crowd": 20_000.0}
-    found = verdicts.claims_table(make(tmp_path, QUICK, SLOW, memory=busy)).set_index("id")
-    assert found.verdict["2.3"] == verdicts.UNDECIDED  # twice as long in memory too: the storage's part can't be told
-    assert found.verdict["2.4"] == verdicts.NOT_TESTED and "processor is part of" in found.figure["2.4"]
+    found = claims.claims_table(make(tmp_path, QUICK, SLOW, memory=busy)).set_index("id")
+    assert found.verdict["2.3"] == judging.UNDECIDED  # twice as long in memory too: the storage's part can't be told
+    assert found.verdict["2.4"] == judging.NOT_TESTED and "processor is part of" in found.figure["2.4"]
 
 
-@pytest.mark.parametrize(("medium", "verdict"), [("emulated", verdicts.MODELLED), ("memory", verdicts.NOT_TESTED)])
+@pytest.mark.parametrize(("medium", "verdict"), [("emulated", judging.MODELLED), ("memory", judging.NOT_TESTED)])
 def test_emulated_storage_is_modelled_and_memory_is_not_tested(tmp_path, medium, verdict):
-    table = verdicts.claims_table(make(tmp_path, QUICK, SLOW, medium=medium)).set_index("id")
+    table = claims.claims_table(make(tmp_path, QUICK, SLOW, medium=medium)).set_index("id")
     assert set(table.verdict[list(load_verdicts.JUDGED_UNDER_LOAD)]) == {verdict}
 
 
@@ -212,8 +232,8 @@ def test_a_lost_neighbour_leaves_the_others_and_is_said(tmp_path):
     found = make(tmp_path, QUICK, SLOW, lost="nas")
     assert [(one.experiments, one.lost) for one in load_analysis.neighbours(found, "nas") if not one.memory] == [(1, 0)]
     assert load_analysis.counts(found, "nas") == [1] and load_analysis.counts(found, "disk") == [1, 2]
-    assert verdict_of(found, "2.4") == verdict_of(found, "1.9") == verdicts.NOT_TESTED
-    assert verdict_of(found, "2.3") == verdicts.REPRODUCED
+    assert verdict_of(found, "2.4") == verdict_of(found, "1.9") == judging.NOT_TESTED
+    assert verdict_of(found, "2.3") == judging.REPRODUCED
 
 
 def test_reads_that_were_not_cold_decide_nothing(study, tmp_path):
@@ -222,7 +242,7 @@ def test_reads_that_were_not_cold_decide_nothing(study, tmp_path):
         spans = pd.read_parquet(path)
         spans.assign(cache_data=spans.cache_data.replace("cold", "warm")).to_parquet(path)
     warm = load_study(tmp_path)
-    assert verdict_of(warm, "1.6") == verdict_of(warm, "2.2") == verdicts.NOT_TESTED
+    assert verdict_of(warm, "1.6") == verdict_of(warm, "2.2") == judging.NOT_TESTED
     assert any("could not be shown to be cold" in text for text in load_present.warnings(warm))
 
 
@@ -371,8 +391,8 @@ def test_a_study_of_saves_shows_the_load_study_in_its_folder(finished, tmp_path)
     shutil.copytree(finished.folder, tmp_path / "saves")
     make(tmp_path / "saves" / "load", QUICK, SLOW)
     saves = load_study(tmp_path / "saves")
-    table = verdicts.claims_table(saves).set_index("id")
-    assert table.verdict["2.3"] == verdicts.REPRODUCED and table.verdict["1.1"] == verdicts.MODELLED
+    table = claims.claims_table(saves).set_index("id")
+    assert table.verdict["2.3"] == judging.REPRODUCED and table.verdict["1.1"] == judging.MODELLED
     markdown = nbformat.v4.new_markdown_cell
     cells = [markdown("a"), markdown("b", metadata={"tags": ["cover"]})]
     other = nbformat.v4.new_notebook(cells=[])

@@ -29,6 +29,7 @@ def test_there_are_the_notebooks_of_the_study():
         "02_checkpoint_stalls.ipynb",
         "03_compounding.ipynb",
         "04_storage_under_load.ipynb",
+        "05_scaling.ipynb",
         "load_report.ipynb",
         "report.ipynb",
     ]
@@ -70,7 +71,7 @@ def test_a_cell_that_draws_is_tagged_as_a_figure(name):
     if name == "01_finetune_trial.ipynb":
         return  # its figure is a look at the trial, not part of the page
     for cell in code_cells(name):
-        draws = any(line.startswith(("plots.", "load_plots.")) for line in cell.source.splitlines())
+        draws = any(line.startswith(("plots.", "plots_", "load_plots.")) for line in cell.source.splitlines())
         tags = cell.metadata.get("tags", [])  # optional: of what a study may lack
         assert ("figure" in tags or "optional-figure" in tags) == draws
 

@@ -17,24 +17,29 @@ PACKAGE = ROOT / "lib" / "stallbench"
 ORDER = (
     "__init__", "config", "load_config", "accelerators", "privacy", "pagecache", "emulated", "faults", "spans",
     "lab_profile", "storage", "ownership", "remote", "targets", "probe", "mounting", "lab_disk", "lab", "lab_check",
-    "preflight", "preflight_cli", "workload", "dataset", "reading", "neighbours", "estimate",
+    "places", "preflight", "preflight_cli", "workload", "dataset", "reading", "neighbours", "estimate",
     "checkpointing.__init__", "checkpointing.state", "checkpointing.commit", "checkpointing.direct",
     "checkpointing.writers", "checkpointing.checkpointer",
-    "recording", "training", "controls", "results", "trial", "load_work", "load_trial", "environment", "execute",
-    "study", "attach",
-    "stats", "models", "validation", "analysis", "matrix", "trust", "which_nas", "load_analysis", "judging",
-    "load_verdicts", "verdicts", "plots", "tables", "load_plots", "present", "load_present", "proofs", "report",
-    "bench", "race", "lab_sweep", "load_bench", "calibration", "volatile_disk", "powercut", "torture",
-    "lab_cli", "cli", "__main__",
+    "recording", "training", "controls", "results", "states", "sweep", "trial", "load_work", "load_trial",
+    "environment", "execute", "study", "attach",
+    "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity", "sizes",
+    "validation", "analysis", "matrix", "trust", "which_nas", "assumptions", "scaling", "planning", "load_analysis",
+    "tables", "judging", "load_verdicts", "forecast", "planning_tables", "planning_judges", "verdicts", "claims",
+    "plots", "plots_scaling", "plots_planning", "load_plots", "present", "load_present", "proofs", "whatif", "digest",
+    "regression", "validate48", "report", "bench", "race", "lab_sweep", "load_bench", "calibration",
+    "volatile_disk", "powercut", "torture", "compare_cli", "sizes_cli", "validate48_cli", "lab_cli", "cli", "__main__",
 )  # fmt: skip
 MEASURING = {
     "spans", "storage", "ownership", "remote", "targets", "probe", "workload", "recording", "training", "controls",
-    "trial", "study", "execute", "attach", "preflight", "dataset", "reading", "neighbours", "estimate", "load_work",
-    "load_trial", *(name for name in ORDER if name.startswith("checkpointing")),
+    "trial", "study", "execute", "attach", "preflight", "places", "states", "sweep", "dataset", "reading", "neighbours",
+    "estimate", "load_work", "load_trial", *(name for name in ORDER if name.startswith("checkpointing")),
 }  # fmt: skip
 ANALYSING = {
-    "stats", "models", "validation", "analysis", "matrix", "trust", "which_nas", "load_analysis", "judging",
-    "load_verdicts", "verdicts", "plots", "tables", "load_plots", "present", "load_present", "proofs",
+    "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity", "sizes",
+    "validation", "analysis", "matrix", "trust", "which_nas", "assumptions", "scaling", "planning", "load_analysis",
+    "tables", "judging", "load_verdicts", "forecast", "planning_tables", "planning_judges", "verdicts", "claims",
+    "plots", "plots_scaling", "plots_planning", "load_plots", "present", "load_present", "proofs", "whatif", "digest",
+    "regression",
 }  # fmt: skip
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -110,7 +115,7 @@ def test_what_is_installed_is_what_constraints_pin():
 def test_every_command_of_the_readme_exists():
     readme = (ROOT / "README.md").read_text()
     makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"make ([a-z-]+)", readme))
+    targets = set(re.findall(r"make ([a-z0-9-]+)", readme))
     assert {"report", "test", "validate", "bench"} <= targets
     assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
     for command in set(re.findall(r"(?:bin/|`)stallbench ([a-z]+)", readme)):
@@ -128,12 +133,12 @@ def test_the_readme_quotes_the_reference_study_to_the_letter():
 
 
 def test_the_reference_report_is_what_its_study_renders_to():
-    from stallbench.present import summary
+    from stallbench.digest import markdown
     from stallbench.results import load_study
 
     folder = ROOT / "results" / "reference"
     study = load_study(folder)
-    assert summary(study) == (folder / "report" / "summary.md").read_text()
+    assert markdown(study) == (folder / "report" / "summary.md").read_text()
     assert study.request["blocks"] >= 5 and study.counted.block.nunique() >= 5
 
 

@@ -264,8 +264,13 @@ def raw_against(study: Study, other: str) -> dict[str, PairedRatio]:
 def seconds(interval: Interval) -> str:
     """Write a time with its 95 % interval, in the unit that suits its size."""
     unit, factor = ("ms", 1e3) if abs(interval.mean) < 0.1 else ("s", 1.0)
-    low = 0.0 if interval.low < 0 else interval.low  # a t interval over few blocks may reach below 0, a time can't
-    return span_text(interval.mean * factor, low * factor, interval.high * factor, unit)
+    mean, low, high = no_less_than_0(interval)  # a t interval over few blocks may reach below 0, a time can't
+    return span_text(mean * factor, low * factor, high * factor, unit)
+
+
+def no_less_than_0(interval: Interval) -> tuple[float, float, float]:
+    """Give mean, low and high of what can't be below 0, as ``duration`` and ``percent`` take them."""
+    return interval.mean, (0.0 if interval.low < 0 else interval.low), interval.high  # NaN stays
 
 
 def duration(wait_s: float, low_s: float = math.nan, high_s: float = math.nan, beside_s: float = 0.0) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from stallbench import __version__, lab_cli, preflight_cli
+from stallbench import __version__, compare_cli, lab_cli, preflight_cli, sizes_cli, validate48_cli
 from stallbench.config import (
     DEFAULT_DISK,
     DEFAULT_TARGETS,
@@ -222,12 +223,12 @@ def _relative(path: Path) -> str:
     return str(path) if shorter.startswith("..") else shorter
 
 
-def _render(console: Console, folder: Path) -> None:
+def _render(console: Console, folder: Path, assumed: Any = None) -> None:
     from stallbench.report import ReportError, render, told
     from stallbench.results import load_study
 
     try:
-        page = render(folder)
+        page = render(folder, assumed)
     except (ConfigError, ReportError) as error:
         raise _refuse(error) from None
     for line in told(load_study(folder)):
@@ -238,9 +239,33 @@ def _render(console: Console, folder: Path) -> None:
 @app.command()
 def report(
     study: Annotated[Path, typer.Argument(help="A folder that stallbench run wrote.")],
+    format_: Annotated[
+        str, typer.Option("--format", help="html: render the page. md, json: print the figures, render nothing.")
+    ] = "html",
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Override what the page takes for granted, NAME=VALUE; repeat it. Kept until others are given."
+        ),
+    ] = None,
 ) -> None:
-    """Render a study's report again, without measuring."""
-    _render(Console(soft_wrap=True, highlight=False), study)
+    """Render a study's report again, without measuring, or print its figures."""
+    from stallbench import assumptions, digest
+    from stallbench.results import load_study
+
+    try:
+        assumed = assumptions.parse(assume) if assume else None
+        if format_ == "html":
+            _render(Console(soft_wrap=True, highlight=False), study, assumed)
+            return
+        if format_ not in ("md", "json"):
+            raise ConfigError(f"format={format_!r} is unknown; choose one of: html, md, json")
+        found = load_study(study)
+        found = found if assumed is None else replace(found, assumed=assumed.overridden)
+    except ConfigError as error:
+        raise _refuse(error) from None
+    text = digest.markdown(found) if format_ == "md" else json.dumps(digest.values(found), indent=1, allow_nan=False)
+    typer.echo(text.rstrip("\n"))
 
 
 _KEEP_HELP = "A study's folder: keep the table there, and its report shows it."
@@ -339,6 +364,9 @@ def torture(
         raise typer.Exit(FAILED)
 
 
+app.command()(compare_cli.compare)
+app.command()(sizes_cli.sizes)
+app.command()(validate48_cli.validate48)
 app.command()(preflight_cli.targets)
 app.command()(preflight_cli.clean)
 app.add_typer(lab_cli.app, name="lab")

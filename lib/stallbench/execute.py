@@ -11,6 +11,8 @@ import nbformat
 from stallbench.config import ROOT, ConfigError
 from stallbench.privacy import Redactor
 
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+
 
 @contextmanager
 def kernel_environment(scratch: Path) -> Iterator[None]:
@@ -92,9 +94,11 @@ def share(executed: Path, copy: Path, redactor: Redactor) -> None:
     """Write a redacted copy of an executed notebook, without papermill's own metadata of paths and parameters."""
     notebook = nbformat.read(executed, as_version=4)
     notebook.metadata.pop("papermill", None)
+    notebook.metadata.pop("widgets", None)  # sliders need a kernel, and would make a page load scripts from outside
     for cell in notebook.cells:
         cell.metadata.pop("papermill", None)
         cell.source = redactor.text(cell.source)
         if "outputs" in cell:
-            cell.outputs = nbformat.from_dict(redactor.tree(cell.outputs))
+            static = [output for output in cell.outputs if _WIDGET not in output.get("data", {})]
+            cell.outputs = nbformat.from_dict(redactor.tree(static))
     nbformat.write(notebook, copy)

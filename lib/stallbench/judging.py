@@ -1,9 +1,10 @@
-"""What a verdict is, and when the storage that was there can carry one."""
+"""What a verdict is, the rule for ranges, and when the storage that was there can carry one."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from stallbench.analysis import Comparison, percent
 from stallbench.results import Study
+from stallbench.stats import PairedRatio
 
 REPRODUCED, NOT_REPRODUCED, UNDECIDED = "reproduced", "not reproduced", "undecided"
 MODELLED, NOT_TESTED = "modelled", "not tested here"
@@ -15,17 +16,6 @@ class Judgement:
 
     verdict: str
     figure: str
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One claim of the articles; ``judge`` takes the study and the target that the first is compared with."""
-
-    id: str
-    text: str
-    rule: str
-    section: str
-    judge: Callable[[Study, str], Judgement]
 
 
 def within(low: float, high: float, least: float, most: float) -> str:
@@ -52,6 +42,29 @@ def on_this_storage(study: Study, other: str, verdict: str, figure: str) -> Judg
     return Judgement(verdict, f"{figure} Compared: {called(study, first)} and {called(study, other)}.")
 
 
+def agreed(verdicts: list[str]) -> str:
+    """Give the verdict that all share, else undecided."""
+    return verdicts[0] if len(set(verdicts)) == 1 else UNDECIDED
+
+
 def called(study: Study, target: str) -> str:
     """Name a target with what is known of its storage."""
     return f"{target} ({study.storage(target)['words']})"
+
+
+def saved(one: Comparison) -> str:
+    """Write the time saved with its interval."""
+    ratio = one.ratio
+    return percent(ratio.time_saved, ratio.time_saved_low, ratio.time_saved_high)
+
+
+def less(one: Comparison) -> str:
+    """Say by how much the first takes less, or more, time than the other."""
+    return less_of(one.ratio)
+
+
+def less_of(ratio: PairedRatio) -> str:
+    """Say the same of a ratio."""
+    if ratio.time_saved < 0:
+        return f"{percent(-ratio.time_saved, -ratio.time_saved_high, -ratio.time_saved_low)} more"
+    return f"{percent(ratio.time_saved, ratio.time_saved_low, ratio.time_saved_high)} less"

@@ -7,14 +7,14 @@ import pandas as pd
 
 from stallbench import load_analysis as load
 from stallbench.analysis import compared_with, seconds
+from stallbench.claims import claims_table
 from stallbench.judging import called
 from stallbench.load_verdicts import number, share_text, times
 from stallbench.results import Study
 from stallbench.stats import Interval, mean_interval
 from stallbench.tables import called as short
-from stallbench.verdicts import claims_table
 
-_PHASES = {
+READS = {
     "cold reads": "small files, random order, cold",
     "warm reads": "small files, random order, warm",
     "arrow": "Arrow shards, cold",
@@ -122,7 +122,7 @@ def reads_table(study: Study) -> pd.DataFrame:
     """Give what each way of reading gives in a second, and the latency of single reads."""
     rows = {}
     for target in study.targets:
-        for phase, words in _PHASES.items():
+        for phase, words in READS.items():
             rate = load.rates(study, target, phase)
             if rate.empty:
                 continue

@@ -125,12 +125,12 @@ def _memory_means(study: Study, target: str, method: str, wait: str) -> pd.Serie
     return own[own.kind == "memory_save"].groupby("block").duration_s.mean()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Beside:
     """What a save in the background takes from the steps after it.
 
-    ``moved_s`` is what the steps up to the next save take longer than steps without a save beside them, in seconds a
-    save. A background that outlasts them may take more.
+    ``moved_by_block_s`` is what the steps up to the next save take longer than steps without a save beside them, in
+    seconds a save, by block. A background that outlasts them may take more.
     """
 
     target: str
@@ -138,7 +138,12 @@ class Beside:
     background_s: float
     steps: PairedRatio | None
     mock_steps: PairedRatio | None
-    moved_s: Interval | None
+    moved_by_block_s: pd.Series | None
+
+    @property
+    def moved_s(self) -> Interval | None:
+        """Its mean over blocks, None where it isn't known."""
+        return None if self.moved_by_block_s is None else mean_interval(self.moved_by_block_s)
 
 
 def beside_saves(study: Study) -> list[Beside]:
@@ -182,7 +187,7 @@ def _lies_beside(steps: pd.DataFrame, saves: pd.DataFrame) -> pd.Series:
     return beside
 
 
-def _moved(steps: pd.DataFrame, saves: pd.DataFrame) -> Interval | None:
+def _moved(steps: pd.DataFrame, saves: pd.DataFrame) -> pd.Series | None:
     alone_s = steps[~steps.beside].groupby("trial").duration_s.mean()
     excess = steps.assign(excess_s=steps.duration_s - steps.trial.map(alone_s)).dropna(subset="excess_s")
     rows = []
@@ -193,7 +198,7 @@ def _moved(steps: pd.DataFrame, saves: pd.DataFrame) -> Interval | None:
                 rows.append({"block": save.block, "moved_s": after.excess_s.sum()})
     if not rows:
         return None
-    return mean_interval(pd.DataFrame(rows).groupby("block").moved_s.mean())
+    return pd.DataFrame(rows).groupby("block").moved_s.mean()
 
 
 def _ratio(steps: pd.DataFrame) -> PairedRatio | None:

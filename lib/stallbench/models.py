@@ -5,10 +5,12 @@ from dataclasses import dataclass, fields
 
 import pandas as pd
 
+from stallbench.checks import require_finite, require_not_negative, require_positive
 from stallbench.stats import Interval
 
 SECONDS_PER_MINUTE = 60
 MINUTES_PER_HOUR = 60
+SECONDS_PER_HOUR = 3600
 ARTICLE_FAST_S = 30.0  # article 000_c54d6adbbf34d903.txt: a checkpoint that takes 40 s instead of 30 s
 ARTICLE_SLOW_S = 40.0
 
@@ -50,7 +52,7 @@ class Schedule:
         """Refuse what can't be a schedule."""
         for field in fields(self):
             value = getattr(self, field.name)
-            _require_positive(field.name, value)
+            require_positive(field.name, value)
             if field.type is int and value != int(value):
                 raise ValueError(f"{field.name}={value:g} is refused: it must be a whole number")
         for name, most in (("workdays_per_week", 7), ("workdays_per_year", 366)):
@@ -67,6 +69,37 @@ class Schedule:
         """Saves of one run: one at the end of every whole interval, the one at the end of the run included."""
         # The small term keeps 4.8 min / 0.1 min at 48, where binary fractions would give 47.999.
         return math.floor(self.run_h * MINUTES_PER_HOUR / self.interval_min + 1e-9)
+
+
+@dataclass(frozen=True)
+class SaveTime:
+    """The time of a save as a straight line over its bytes: ``latency_s + size_bytes / bytes_per_s``.
+
+    Parameters
+    ----------
+    latency_s
+        Seconds that a save takes whatever its size; 0 is allowed.
+    bytes_per_s
+        Bandwidth.
+
+    Raises
+    ------
+    ValueError
+        If ``latency_s`` is below 0, ``bytes_per_s`` isn't above 0, or one isn't finite.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be a save's time."""
+        require_not_negative("latency_s", self.latency_s)
+        require_positive("bytes_per_s", self.bytes_per_s)
+
+    def seconds(self, size_bytes: float) -> float:
+        """Give the seconds that a save of ``size_bytes`` takes; refuses a size that isn't a positive number."""
+        require_positive("size_bytes", size_bytes)
+        return self.latency_s + size_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +133,8 @@ def time_saved(fast_s: float, slow_s: float) -> float:
     ValueError
         If a time isn't a positive number.
     """
-    _require_positive("fast_s", fast_s)
-    _require_positive("slow_s", slow_s)
+    require_positive("fast_s", fast_s)
+    require_positive("slow_s", slow_s)
     return 1 - fast_s / slow_s
 
 
@@ -120,8 +153,8 @@ def speedup(fast_s: float, slow_s: float) -> float:
     ValueError
         If a time isn't a positive number.
     """
-    _require_positive("fast_s", fast_s)
-    _require_positive("slow_s", slow_s)
+    require_positive("fast_s", fast_s)
+    require_positive("slow_s", slow_s)
     return slow_s / fast_s - 1
 
 
@@ -216,8 +249,8 @@ def drive_wear(save_bytes: float, schedule: Schedule, endurance_bytes: float) ->
     ValueError
         If a size isn't a positive number.
     """
-    _require_positive("save_bytes", save_bytes)
-    _require_positive("endurance_bytes", endurance_bytes)
+    require_positive("save_bytes", save_bytes)
+    require_positive("endurance_bytes", endurance_bytes)
     per_year = save_bytes * schedule.saves * schedule.runs_per_day * schedule.workdays_per_year
     return DriveWear(per_year, per_year / endurance_bytes, endurance_bytes / per_year)
 
@@ -240,15 +273,5 @@ def worked_example() -> WorkedExample:
 def _scaled(save_s: Interval | float, events: pd.Series) -> dict[str, pd.Series]:
     nan = float("nan")
     mean, low, high = (save_s.mean, save_s.low, save_s.high) if isinstance(save_s, Interval) else (save_s, nan, nan)
-    _require_finite("save_s", mean)
+    require_finite("save_s", mean)
     return {"wait_s": events * mean, "low_s": events * low, "high_s": events * high}
-
-
-def _require_finite(name: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value:g} is refused: it must be a finite number")
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}={value:g} is refused: it must be a number above 0")

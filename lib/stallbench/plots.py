@@ -21,7 +21,7 @@ plt.style.use(str(files("stallbench") / "stallbench.mplstyle"))
 # Okabe and Ito's palette (2008): told apart by lightness, and by marker, line or hatch besides.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#333333", "#56b4e9")
 _MARKERS = ("o", "^", "s", "D", "v", "P")
-_LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
+LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
 _LANES = {
     "put_data": ("data", "#999999", ""),
     "reload_data": ("data", "#56b4e9", "...."),
@@ -236,7 +236,7 @@ def cumulative(study: Study, schedule: Schedule) -> Figure:
     for target, interval in _durable(study).items():
         steps = cumulative_wait(interval, schedule)
         colour = look(study, target)["color"]
-        line = _LINES[study.targets.index(target) % len(_LINES)]
+        line = LINES[study.targets.index(target) % len(LINES)]
         axes.step(steps.hour, steps.wait_s / 60, where="post", color=colour, ls=line, label=_label(study, target))
         axes.fill_between(steps.hour, steps.low_s / 60, steps.high_s / 60, step="post", color=colour, alpha=0.22, lw=0)
     axes.set_xlabel("hours of training")

@@ -8,32 +8,12 @@ import pandas as pd
 
 from stallbench import analysis, matrix, trust, which_nas
 from stallbench.analysis import MEASURES, Comparison, compare, compared_with, condition, never_durable, percent, seconds
+from stallbench.claims import claims_table
 from stallbench.config import METHODS
 from stallbench.models import ARTICLE_FAST_S, ARTICLE_SLOW_S, Schedule, worked_example
 from stallbench.results import Study
 from stallbench.tables import beside_table, called, nas_table
-from stallbench.verdicts import NOT_TESTED, claims_table, headline, moved_words, summary_lines
-
-
-def summary(study: Study) -> str:
-    """Write the headline and the judged claims as Markdown, for a pull request or a CI summary."""
-    table = claims_table(study)
-    judged = table[table.verdict != NOT_TESTED]
-    figures = judged.figure.str.replace("|", "\\|", regex=False)  # a target's name may hold one
-    rows = [
-        f"| {row.id} | {row.claim} | {row.verdict} | {figure} |"
-        for row, figure in zip(judged.itertuples(), figures, strict=True)
-    ]
-    lines = [
-        "# Every minute your model waits",
-        "",
-        headline(study),
-        "",
-        *(f"- {line}" for line in summary_lines(study)),
-    ]
-    if rows:
-        lines += ["", "| claim | | verdict | figure |", "| --- | --- | --- | --- |", *rows]
-    return "\n".join(lines) + "\n"
+from stallbench.verdicts import headline, moved_words, summary_lines
 
 
 def claims_html(study: Study) -> str:
@@ -235,9 +215,12 @@ def _less(one: Comparison) -> str:
 
 def schedule_words(schedule: Schedule) -> str:
     """Say which schedule the projection assumes; every number is a parameter of the notebook."""
+    usual = Schedule()
+    as_told = (schedule.interval_min, schedule.run_h) == (usual.interval_min, usual.run_h)
+    source = " (the article's figures)" if as_told else ""
     return (
         f"Assumed: a save every {schedule.interval_min:g} minutes of training, {schedule.run_h:g} hours a run: "
-        f"**{schedule.saves} saves** (the article's figures). {schedule.runs_per_day} run a day, a team of "
+        f"**{schedule.saves} saves**{source}. {schedule.runs_per_day} run a day, a team of "
         f"{schedule.team}, {schedule.workdays_per_week} days a week, {schedule.workdays_per_year} days a year (ours). "
         "Each is a parameter of the notebook."
     )

@@ -4,8 +4,8 @@ import html
 
 import pandas as pd
 
-from stallbench import trust
-from stallbench.analysis import percent
+from stallbench import forecast, trust
+from stallbench.analysis import duration, percent
 from stallbench.present import caption, table_html
 from stallbench.results import BENCH, LAB_CHECK, TORTURE, VALIDATION, Study, read_json
 
@@ -44,6 +44,42 @@ def _shares(table: pd.DataFrame, name: str) -> list[str]:
         "" if pd.isna(share) else f"{share:.1%} ({low:.1%} to {high:.1%})"
         for share, low, high in zip(table[name], table[f"{name}_low"], table[f"{name}_high"], strict=True)
     ]
+
+
+def forecast_html(study: Study) -> str:
+    """Write predicted and measured totals side by side, if 48 saves were run for this study."""
+    rows = forecast.kept(study)
+    if not rows:
+        return (
+            "<h3>48 saves, predicted and run</h3><p>Not run for this page; <code>stallbench validate48 --study "
+            "DIR</code> does it.</p>"
+        )
+    shown = pd.DataFrame(
+        {
+            "target": [f"{row['target']}{' (emulated)' if row['emulated'] else ''}" for row in rows],
+            "method": [f"{row['method']}, wait={row['wait']}" for row in rows],
+            "interval": [f"{row['interval']}, gap {row['gap_s']:.1f} s" for row in rows],
+            "predicted": [forecast.predicted_text(row) for row in rows],
+            "measured": [duration(row["measured_s"]) for row in rows],
+            "error": [f"{percent(row['error'])}, {'met' if row['met'] else 'missed'}" for row in rows],
+            "drift": [
+                f"{percent(row['drift'])}{', a trend' if row['drift_p'] < forecast.DRIFT_ALPHA else ''}" for row in rows
+            ],
+        }
+    )
+    first = rows[0]
+    words = (
+        f"Total stall of a run of {first['saves']} saves, predicted from {first['from_blocks']} short trials with "
+        f"{first['from_saves']} saves in all (means, 90 % prediction interval of one run), and then really run "
+        f"(<code>make validate-48</code>). Goals: error at most {forecast.GOAL:.0%}, on an emulated device "
+        f"{forecast.EMULATED_GOAL:.0%}. Drift: the last quarter of the saves against the first; a trend is one by "
+        f"Spearman's rank test at {forecast.DRIFT_ALPHA:.0%}. Minutes of training between saves are shortened to "
+        "seconds; each save begins once the last is durable, and the gap is the idle time in between. "
+    )
+    return (
+        f"<h3>48 saves, predicted and run</h3><p>{words}{html.escape(forecast.coverage_words(rows))}</p>"
+        + table_html(shown, index=False)
+    )
 
 
 def determinism_words(study: Study) -> str:

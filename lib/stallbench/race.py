@@ -21,10 +21,9 @@ from uuid import uuid4
 import pandas as pd
 import psutil
 import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
-from transformers.utils import logging
+from transformers import BertConfig, BertForSequenceClassification, Trainer, set_seed
 
-from stallbench import targets, workload
+from stallbench import states, targets, workload
 from stallbench.checkpointing import commit
 from stallbench.checkpointing.checkpointer import Checkpointer, load
 from stallbench.checkpointing.state import capture, flatten, size_bytes
@@ -43,17 +42,9 @@ ROUNDS = {"0.27 GB": 7, "1.5 GB": 3}
 def make_state(size: str, folder: Path) -> Trainer:
     """Make a Trainer whose optimizer has done a step, so that its full state is there to be saved."""
     set_seed(0)
-    logging.disable_progress_bar()
     small = size == "0.27 GB"
     model = workload.load_model(TrialConfig(), 8) if small else BertForSequenceClassification(_LARGE)
-    arguments = TrainingArguments(output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, max_steps=1)
-    trainer = Trainer(model=model, args=arguments)
-    trainer.create_optimizer_and_scheduler(1)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter) * 1e-3
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
-    return trainer
+    return states.trainer_of(model, folder)
 
 
 class Race:

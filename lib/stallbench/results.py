@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ METHOD_VERSION = 3
 
 STUDY, ENVIRONMENT = "study.json", "environment.json"
 VALIDATION, BENCH, TORTURE = "validation.json", "bench.json", "torture.json"
+VALIDATE_48 = "validate48.json"
+ASSUMPTIONS = "assumptions.json"  # what the page takes for granted, where it isn't the default
+SIZES, SWEEP, SAVES = "sizes", "sweep.json", "saves.parquet"  # a folder, and the files in it
 LAB_CHECK, LAB_SWEEP = "lab-check.json", "lab-sweep.json"
 TRIAL, FAILURE, SPANS, LOAD = "trial.json", "failure.json", "spans.parquet", "load.parquet"
 # What tells a trial from the others.
@@ -69,6 +72,8 @@ class Study:
     trials
         One row a trial folder: ``trial``, ``target``, ``method``, ``wait``, ``block``, ``attempt``, ``status``
         (``complete``, ``failed``, ``interrupted``), ``superseded`` (a later attempt at its block exists), ``reason``.
+    assumed
+        What its page takes for granted instead of the defaults, see ``assumptions``.
     """
 
     folder: Path
@@ -76,6 +81,7 @@ class Study:
     environment: dict[str, Any]
     trials: pd.DataFrame
     details: dict[str, dict[str, Any]]
+    assumed: dict[str, Any] = field(default_factory=dict)
 
     @property
     def targets(self) -> list[str]:
@@ -168,31 +174,8 @@ class Study:
 
     @cached_property
     def events(self) -> pd.DataFrame:
-        """One row a checkpoint event: when its call returned, when it was durable, how long training stood still.
-
-        ``returned_s``, ``durable_s``, ``stall_s``, for staged saves ``local_s`` (durable on the local folder), all from
-        the beginning of the save; ``queue_s``, the part of the stall that waited for the save before; ``size_bytes``.
-        """
-        spans = self.spans
-        inside = spans[spans.parent >= 0].assign(save=spans.parent)
-        key = ["trial", "save"]
-        parts = {
-            "returned_end_s": inside[inside.kind == "call"].groupby(key).end_s.max(),
-            # The last phase alone says that it is durable; one that never came, or was cut short, leaves no time.
-            "durable_end_s": inside[_is_last(inside)].groupby(key).end_s.max(),
-            "local_end_s": inside[(inside.kind == "sync") & (inside.part == "local")].groupby(key).end_s.max(),
-            "queue_s": inside[inside.kind == "queue"].groupby(key).duration_s.sum(),
-        }
-        saves = spans[spans.kind == "save"].rename(columns={"id": "save"})
-        saves = saves.merge(pd.DataFrame(parts).reset_index(), on=key, how="left", validate="1:1")
-        return saves.assign(
-            returned_s=saves.returned_end_s - saves.start_s,
-            durable_s=saves.durable_end_s - saves.start_s,
-            local_s=saves.local_end_s - saves.start_s,
-            stall_s=saves.end_s - saves.start_s,
-            queue_s=saves.queue_s.fillna(0.0),
-        )[[*TRIAL_KEYS, "save", "step", "warmup", "size_bytes", "files", "start_s", "end_s", "durable_end_s",
-           "returned_s", "durable_s", "local_s", "stall_s", "queue_s"]]  # fmt: skip
+        """One row a checkpoint event of the counted trials, as ``events_of`` gives it."""
+        return events_of(self.spans)
 
     @cached_property
     def restores(self) -> pd.DataFrame:
@@ -208,6 +191,38 @@ class Study:
     def of_kind(self, kind: str) -> pd.DataFrame:
         """Give the counted spans of one kind."""
         return self.spans[(self.spans.kind == kind) & ~self.spans.warmup]
+
+
+def events_of(spans: pd.DataFrame) -> pd.DataFrame:
+    """Give one row a checkpoint event: when its call returned, when it was durable, how long training stood still.
+
+    ``returned_s``, ``durable_s``, ``stall_s``, for staged saves ``local_s`` (durable on the local folder), all from
+    the beginning of the save; ``queue_s``, the part of the stall that waited for the save before; ``size_bytes``.
+
+    Parameters
+    ----------
+        spans
+            A timeline's spans with ``TRIAL_KEYS`` and ``duration_s``.
+    """
+    inside = spans[spans.parent >= 0].assign(save=spans.parent)
+    key = ["trial", "save"]
+    parts = {
+        "returned_end_s": inside[inside.kind == "call"].groupby(key).end_s.max(),
+        # The last phase alone says that it is durable; one that never came, or was cut short, leaves no time.
+        "durable_end_s": inside[_is_last(inside)].groupby(key).end_s.max(),
+        "local_end_s": inside[(inside.kind == "sync") & (inside.part == "local")].groupby(key).end_s.max(),
+        "queue_s": inside[inside.kind == "queue"].groupby(key).duration_s.sum(),
+    }
+    saves = spans[spans.kind == "save"].rename(columns={"id": "save"})
+    saves = saves.merge(pd.DataFrame(parts).reset_index(), on=key, how="left", validate="1:1")
+    return saves.assign(
+        returned_s=saves.returned_end_s - saves.start_s,
+        durable_s=saves.durable_end_s - saves.start_s,
+        local_s=saves.local_end_s - saves.start_s,
+        stall_s=saves.end_s - saves.start_s,
+        queue_s=saves.queue_s.fillna(0.0),
+    )[[*TRIAL_KEYS, "save", "step", "warmup", "size_bytes", "files", "start_s", "end_s", "durable_end_s",
+       "returned_s", "durable_s", "local_s", "stall_s", "queue_s"]]  # fmt: skip
 
 
 def _is_last(phases: pd.DataFrame) -> pd.Series:
@@ -257,7 +272,8 @@ def load_study(folder: str | Path) -> Study:
         )
     trials, details = scan(folder)
     environment = read_json(folder / ENVIRONMENT)
-    study = Study(folder, request, environment, trials, details)
+    assumed = read_json(folder / ASSUMPTIONS) if (folder / ASSUMPTIONS).exists() else {}
+    study = Study(folder, request, environment, trials, details, assumed)
     if study.counted.empty:
         raise ConfigError(
             f"study={str(folder)!r} measured nothing: no trial of it succeeded; see its failure.json files"

@@ -16,6 +16,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from stallbench.checks import require_within
+
 POWER = 0.8  # the customary one: Cohen, Statistical Power Analysis for the Behavioral Sciences, 2nd ed. 1988, chapter 2
 NAN = float("nan")
 
@@ -95,7 +97,7 @@ def mean_interval(block_means: pd.Series, confidence: float = 0.95) -> Interval:
     ValueError
         If there is no block, a value is NaN or infinite, or ``confidence`` isn't between 0 and 1.
     """
-    _within("confidence", confidence, 0, 1)
+    require_within("confidence", confidence, 0, 1)
     values = _finite("block_means", block_means)
     low = high = NAN
     if len(values) > 1:
@@ -158,7 +160,7 @@ def paired_ratio(fast: pd.Series, slow: pd.Series, confidence: float = 0.95) -> 
     detectable effects, Evaluation Review 19(5), 1995. By the noncentral t distribution its true power is 0.73 with
     2 blocks, 0.77 with 3, and 0.79 to 0.80 from 5 on.
     """
-    _within("confidence", confidence, 0, 1)
+    require_within("confidence", confidence, 0, 1)
     logs = _log_ratios(fast, slow)
     blocks = len(logs)
     ratio = math.exp(logs.mean())
@@ -203,8 +205,8 @@ def equivalence(fast: pd.Series, slow: pd.Series, margin: float = 0.05, alpha: f
     Schuirmann, A comparison of the two one-sided tests procedure and the power approach for assessing the equivalence
     of average bioavailability, Journal of Pharmacokinetics and Biopharmaceutics 15(6), 1987.
     """
-    _within("margin", margin, 0, 1)
-    _within("alpha", alpha, 0, 0.5)
+    require_within("margin", margin, 0, 1)
+    require_within("alpha", alpha, 0, 0.5)
     logs = _log_ratios(fast, slow)
     ratio, blocks = math.exp(logs.mean()), len(logs)
     if blocks == 1:
@@ -260,8 +262,3 @@ def _finite(name: str, values: pd.Series) -> np.ndarray:
     if not np.isfinite(array).all():
         raise ValueError(f"{name} holds {array[~np.isfinite(array)][0]:g}; every block needs a finite mean")
     return array
-
-
-def _within(name: str, value: float, low: float, high: float) -> None:
-    if not low < value < high:
-        raise ValueError(f"{name}={value:g} is refused: it must lie between {low:g} and {high:g}")

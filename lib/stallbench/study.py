@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from stallbench import lab, lab_profile, preflight, targets
+from stallbench import lab, places, preflight, targets
 from stallbench.config import NOTEBOOKS, ConfigError, Method, Target, Wait
 from stallbench.environment import capture
 from stallbench.execute import execute_notebook, kernel_environment
@@ -93,7 +93,7 @@ def open_folder(config: AnyStudy, folder: Path, show_paths: bool) -> dict[str, A
     request = _request(config, uuid4().hex[:12], show_paths)
     found = [preflight.examine(target, probe=False) for target in config.targets]
     facts = {one.name: preflight.lines(one)[1:] for one in found}
-    environment = _redactor(config, show_paths).tree(capture() | {"targets": facts})
+    environment = redactor_of(config, show_paths).tree(capture() | {"targets": facts})
     (folder / "trials").mkdir(parents=True)
     write_json(folder / STUDY, request)  # first: it makes the folder one that can be gone on with
     write_json(folder / ENVIRONMENT, environment)
@@ -102,7 +102,7 @@ def open_folder(config: AnyStudy, folder: Path, show_paths: bool) -> dict[str, A
 
 def _request(config: AnyStudy, study_id: str, show_paths: bool) -> dict[str, Any]:
     """Give the resolved request; a target's path stands in it as a salted fingerprint, enough to recognise it."""
-    places = []
+    entries = []
     for target in config.targets:
         path = os.path.realpath(targets.directory(target)) if target.mounted else target.location
         place = {
@@ -111,17 +111,17 @@ def _request(config: AnyStudy, study_id: str, show_paths: bool) -> dict[str, Any
             "fingerprint": _fingerprint(study_id, path),
             "device": _fingerprint(study_id, str(os.stat(path).st_dev) if target.mounted else path),
         }
-        places.append(place | ({"path": path} if show_paths else {}))
+        entries.append(place | ({"path": path} if show_paths else {}))
     return {
         "schema_version": SCHEMA_VERSION,
         "method_version": METHOD_VERSION,
         "study_id": study_id,
         "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": _redactor(config, show_paths).text(shlex.join(["stallbench", *sys.argv[1:]])),
-        "targets": places,
+        "command": redactor_of(config, show_paths).text(shlex.join(["stallbench", *sys.argv[1:]])),
+        "targets": entries,
         # Model and data may be paths.
         "workload_fingerprint": _fingerprint(study_id, "\n".join(path for name, path in config.places[:2])),
-        **_redactor(config, show_paths).tree(config.model_dump(mode="json", exclude={"targets"})),
+        **redactor_of(config, show_paths).tree(config.model_dump(mode="json", exclude={"targets"})),
     }
 
 
@@ -133,9 +133,10 @@ def _forms(target: Target) -> tuple[str | Path, ...]:
     return (target.location,) if target.remote else (target.location, targets.directory(target))
 
 
-def _redactor(config: AnyStudy, show_paths: bool, labs: Sequence[Target] = ()) -> Redactor:
-    places = [target for target in config.targets if target.mounted or target.remote]
-    paths = [(target.name, path) for target in places for path in _forms(target)]
+def redactor_of(config: AnyStudy, show_paths: bool, labs: Sequence[Target] = ()) -> Redactor:
+    """Give what takes the paths of a study's targets, model and data out of texts."""
+    named = [target for target in config.targets if target.mounted or target.remote]
+    paths = [(target.name, path) for target in named for path in _forms(target)]
     paths += [(name, path) for name, path in config.places if path.startswith("/")]
     paths += [(target.name, target.location) for target in labs]
     return Redactor(paths, show_paths)
@@ -201,33 +202,19 @@ def _run_missing(config: AnyStudy, folder: Path, on_trial: OnTrial, show_paths: 
         stack.enter_context(_sigterm_as_interrupt())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stallbench-")))
         stack.enter_context(kernel_environment(scratch))
-        labs_up = stack.enter_context(ExitStack())
-        built = {target.name: _lab_of(target, labs_up) for target in config.targets if target.lab}
-        labs = [Target(name=name, location=str(made.mountpoint)) for name, made in built.items()]
-        at = {place.name: place for place in labs}
-        places = [at.get(target.name, target) for target in config.targets]
-        redactor = _redactor(config, show_paths, labs)
-        claims: dict[str, Path] = {}
-        for index, target in enumerate(places):
-            claims[target.name] = stack.enter_context(targets.claim(target, f"{request['study_id']}-{index}"))
-        stack.callback(labs_up.close)  # first of all: nothing need be cleared away on a device that may have failed
+        held = stack.enter_context(places.held(config.targets, request["study_id"]))
+        redactor = redactor_of(config, show_paths, [place.target for place in held.values() if place.lab])
         for attempt, trials in todo:
             for planned in trials:
                 start_s = time.monotonic()
-                with _deadline(built.get(planned.target.name), config.trial_limit_s):
-                    reason = _run_trial(
-                        config, folder, planned, attempt, claims[planned.target.name], scratch, redactor, show_paths
-                    )
+                place = held[planned.target.name]
+                with _deadline(place.lab, config.trial_limit_s):
+                    reason = _run_trial(config, folder, planned, attempt, place.owned, scratch, redactor, show_paths)
                 done += 1
                 succeeded = succeeded and not reason
                 left_s = (time.monotonic() - began_s) / done * (total - done)
                 on_trial(planned, reason, time.monotonic() - start_s, left_s)
     return succeeded
-
-
-def _lab_of(target: Target, stack: ExitStack) -> lab.Lab:
-    """Bring a target's lab up, until the stack is closed; to the trials it is a directory."""
-    return stack.enter_context(lab.running(lab_profile.parse(target.location), out=lambda line: None))
 
 
 @contextmanager

@@ -2,11 +2,8 @@
 
 import itertools
 
-import pandas as pd
-
-from stallbench import which_nas
+from stallbench import forecast, which_nas
 from stallbench.analysis import (
-    Comparison,
     block_means,
     compare,
     compared_with,
@@ -18,6 +15,7 @@ from stallbench.analysis import (
     training_phase,
     waits_of_first,
 )
+from stallbench.assumptions import of
 from stallbench.config import ASYNCHRONOUS
 from stallbench.judging import (
     MODELLED,
@@ -25,17 +23,19 @@ from stallbench.judging import (
     NOT_TESTED,
     REPRODUCED,
     UNDECIDED,
-    Claim,
     Judgement,
+    agreed,
     called,
+    less,
+    less_of,
     on_this_storage,
+    saved,
     within,
 )
-from stallbench.load_verdicts import JUDGED_UNDER_LOAD
 from stallbench.matrix import beside_saves, given_back
-from stallbench.models import Schedule, worked_example
-from stallbench.results import STUDY, Study, load_study
-from stallbench.stats import Interval, PairedRatio, mean_interval
+from stallbench.models import Schedule, compounding, worked_example
+from stallbench.results import Study
+from stallbench.stats import Interval, mean_interval
 
 # Claim 1.2: "about 25 %".
 CLAIM_LOW, CLAIM_HIGH = 0.15, 0.35
@@ -46,7 +46,8 @@ RAW_DIFFERENCE = 0.05
 _RAW = {"raw_write": "raw write", "raw_read": "raw cold read", "raw_random": "random 4 KiB read"}
 
 
-def _training_phase(study: Study, other: str) -> Judgement:
+def training_time(study: Study, other: str) -> Judgement:
+    """Judge claim 1.1: whether steps take as long on both targets."""
     verdicts, figures = [], []
     for wait in waits_of_first(study):
         test = training_phase(study, other, wait)
@@ -63,39 +64,20 @@ def _training_phase(study: Study, other: str) -> Judgement:
         figure += f" Steps beside a save by {study.methods[0]} are among them."
     if study.remote(study.targets[0]) or study.remote(other):
         return Judgement(NOT_TESTED, f"Training reads a local copy where a target is a URL. {figure}")
-    return on_this_storage(study, other, _agreed(verdicts), figure)
+    return on_this_storage(study, other, agreed(verdicts), figure)
 
 
-def _agreed(verdicts: list[str]) -> str:
-    return verdicts[0] if len(set(verdicts)) == 1 else UNDECIDED
-
-
-def _save_time(study: Study, other: str) -> Judgement:
+def save_time(study: Study, other: str) -> Judgement:
+    """Judge claim 1.2: whether a save takes about a quarter less time on the first target."""
     verdicts, figures = [], []
     for measure, words in (("returned_s", "returned"), ("durable_s", "durable")):
         one = compare(study, measure, other)
         verdicts.append(within(one.ratio.time_saved_low, one.ratio.time_saved_high, CLAIM_LOW, CLAIM_HIGH))
-        figures.append(f"{words}: {_less(one)} time")
+        figures.append(f"{words}: {less(one)} time")
     figure = f"{'; '.join(figures)}."
     if other == compared_with(study)[-1]:  # it says which store would do, of whatever the others are
         figure += f" {which_nas.words(study) or storage_for_claim(study, other)}"
-    return on_this_storage(study, other, _agreed(verdicts), figure)
-
-
-def _saved(one: Comparison) -> str:
-    ratio = one.ratio
-    return percent(ratio.time_saved, ratio.time_saved_low, ratio.time_saved_high)
-
-
-def _less(one: Comparison) -> str:
-    return _less_of(one.ratio)
-
-
-def _less_of(ratio: PairedRatio) -> str:
-    """Say by how much the first takes less, or more, time than the other."""
-    if ratio.time_saved < 0:
-        return f"{percent(-ratio.time_saved, -ratio.time_saved_high, -ratio.time_saved_low)} more"
-    return f"{percent(ratio.time_saved, ratio.time_saved_low, ratio.time_saved_high)} less"
+    return on_this_storage(study, other, agreed(verdicts), figure)
 
 
 def _total(saved: Interval, saves: int) -> str:
@@ -117,18 +99,32 @@ def storage_for_claim(study: Study, other: str) -> str:
     )
 
 
-def _compounds(study: Study, other: str) -> Judgement:
-    schedule = Schedule()
+def compounds(study: Study, other: str) -> Judgement:
+    """Judge claim 1.3: what the saves of a run add up to."""
+    schedule = of(study).schedule
     saved = compare(study, "durable_s", other).saved_s
     n = schedule.saves
-    figure = (
-        f"{n} saves in {schedule.run_h:g} h: {duration(saved.mean * n, saved.low * n, saved.high * n)} saved a run "
-        "until durable. A projection from means; 48 saves in a row were not run."
+    total = duration(saved.mean * n, saved.low * n, saved.high * n)
+    figure = f"{n} saves in {schedule.run_h:g} h: {total} saved a run until durable, a projection from means. "
+    rows = forecast.kept(study)
+    if not rows:
+        figure += "48 saves in a row were not run."
+        return Judgement(NOT_TESTED if study.same_place(study.targets[0], other) else MODELLED, figure)
+    worst = max(rows, key=lambda row: abs(row["error"]))
+    met = sum(row["met"] for row in rows)
+    figure += (
+        f"Checked against {len(rows)} runs of {rows[0]['saves']} saves: {met} totals were predicted within their goal "
+        f"(5 %, emulated 3 %), the worst, {worst['method']} on {worst['target']}, with an error of "
+        f"{percent(worst['error'])}. {forecast.coverage_words(rows)}"
     )
-    return Judgement(NOT_TESTED if study.same_place(study.targets[0], other) else MODELLED, figure)
+    verdict = REPRODUCED if met == len(rows) else UNDECIDED
+    if any(not row["met"] and row["within"] is False for row in rows):
+        verdict = NOT_REPRODUCED
+    return on_this_storage(study, other, verdict, figure)
 
 
-def _worked_example(study: Study, other: str) -> Judgement:
+def worked_hours(study: Study, other: str) -> Judgement:
+    """Judge claim 1.4, which is arithmetic."""
     example = worked_example()
     table = example.compounding.set_index("scope").wait_s
     figure = (
@@ -136,12 +132,20 @@ def _worked_example(study: Study, other: str) -> Judgement:
         f"{example.saved_per_run_min:.0f} min a run, {duration(table['team-week'])} a week for a team of "
         f"{Schedule().team}. Arithmetic, with the article's own times."
     )
+    one, assumed = compare(study, "durable_s", other), of(study)
+    if not study.same_place(one.fast, other):
+        week = compounding(one.saved_s, assumed.schedule).set_index("scope").loc["team-week"]
+        figure += (
+            f" With this study's, {seconds(one.slow_s)} to {seconds(one.fast_s)}: "
+            f"{duration(week.wait_s, week.low_s, week.high_s)} a week for a team of {assumed.team}."
+        )
     return Judgement(MODELLED, figure)
 
 
-def _restore(study: Study, other: str) -> Judgement:
+def restore(study: Study, other: str) -> Judgement:
+    """Judge claim 1.5: whether cold restores differ."""
     one = compare(study, "restore_s", other)
-    figure = f"{one.fast}: {seconds(one.fast_s)}; {one.slow}: {seconds(one.slow_s)}; {_less(one)} time."
+    figure = f"{one.fast}: {seconds(one.fast_s)}; {one.slow}: {seconds(one.slow_s)}; {less(one)} time."
     own = study.restores[study.restores.target.isin([one.fast, one.slow])]
     states = set(own.cache_data)
     if states != {"cold"} or "warm" in set(own.cache_server):
@@ -157,7 +161,8 @@ def _restore(study: Study, other: str) -> Judgement:
     return on_this_storage(study, other, verdict, figure)
 
 
-def _mechanics(study: Study, other: str) -> Judgement:
+def mechanics(study: Study, other: str) -> Judgement:
+    """Judge claim 1.7: whether each of the raw limits differs."""
     found = raw_against(study, other)
     if len(found) < len(_RAW):
         return Judgement(NOT_TESTED, f"The raw limits of {study.targets[0]} and {other} were not both probed.")
@@ -169,100 +174,12 @@ def _mechanics(study: Study, other: str) -> Judgement:
         "raw_random": [f"{limits.raw_random_s[name] * 1e3:,.2f} ms" for name in names],
     }
     figure = "; ".join(
-        f"{words}: {' against '.join(shown[kind])}, {_less_of(found[kind])} time" for kind, words in _RAW.items()
+        f"{words}: {' against '.join(shown[kind])}, {less_of(found[kind])} time" for kind, words in _RAW.items()
     )
     verdicts = [within(ratio.time_saved_low, ratio.time_saved_high, RAW_DIFFERENCE, 1.0) for ratio in found.values()]
-    verdict = NOT_REPRODUCED if NOT_REPRODUCED in verdicts else _agreed(verdicts)
+    verdict = NOT_REPRODUCED if NOT_REPRODUCED in verdicts else agreed(verdicts)
     figure += ". A seek and a network hop can't be told apart from outside."
     return on_this_storage(study, other, verdict, figure)
-
-
-def _untested(id: str, text: str) -> Claim:
-    rule = "Fixed by the experiment that tests it."
-    return Claim(id, text, rule, "", lambda study, other: Judgement(NOT_TESTED, ""))
-
-
-CLAIMS = (
-    Claim(
-        "1.1", "The training phase takes about the same time in both environments.",
-        "Step time equivalent within 5 % by two one-sided paired t tests.", "Training-phase", _training_phase,
-    ),
-    Claim(
-        "1.2", "Checkpoint writes are about 25 % faster on local NVMe.",
-        "The 95 % interval of the time saved lies within 15 to 35 %, returned and durable.", "Saves", _save_time,
-    ),
-    Claim(
-        "1.3", "A checkpoint every 10 minutes for 8 hours is 48 events, and the gap compounds.",
-        "Projection from means; reproduced only where 48 saves were really run.", "Compounding", _compounds,
-    ),
-    Claim(
-        "1.4", "40 s instead of 30 s, over dozens of cycles a day, a team and weeks, is hours.",
-        "The arithmetic of the worked example.", "Worked-example", _worked_example,
-    ),
-    Claim(
-        "1.5", "Checkpoints are also read back; restore time matters.",
-        "Proven cold restores differ by more than 5 %.", "Saves", _restore,
-    ),
-    _untested("1.6", "Waiting for data to reload between iterations costs time."),
-    Claim(
-        "1.7", "HDDs add seek time and a throughput ceiling; a network hop adds latency.",
-        "Raw writes, raw cold reads and random 4 KiB reads each take at least 5 % less time on the first target.",
-        "Saves", _mechanics,
-    ),
-    *(
-        _untested(id, text)
-        for id, text in (
-            ("1.8", "Faster saves allow more frequent checkpoints and so smaller recovery windows."),
-            ("1.9", "The effect multiplies for several developers on parallel workloads."),
-            ("1.10", "It grows with model and dataset size."),
-            ("1.11", "The loop is: process data, evaluate, save, adjust, go again."),
-            ("2.1", "Accelerators idle when storage can't feed them."),
-            ("2.2", "Training reads very many small files at random."),
-            ("2.3", "Reads, checkpoint writes and logs run at once, and need IOPS and low latency."),
-            ("2.4", "Parallel experiments share datasets without a bottleneck only on good storage."),
-            ("2.5", "Robust storage allows frequent checkpoints without slowing training."),
-            ("2.6", "Thousands of processors load the storage at once."),
-            ("2.7", "Storage is an investment: weigh its price against delayed work."),
-            ("2.8", "Plan for growth from the start."),
-        )
-    ),
-)  # fmt: skip
-
-
-def nested_load(study: Study) -> Study | None:
-    """Give the load study in the study's folder ``load``; None if there is none."""
-    folder = study.folder / "load"
-    return load_study(folder) if (folder / STUDY).is_file() else None
-
-
-def claims_table(study: Study) -> pd.DataFrame:
-    """Judge every claim: ``id``, ``claim``, ``rule``, ``verdict``, ``figure``, ``section``, one row each.
-
-    What takes a load study is judged on it: the study itself, or the one that lies in its folder ``load``.
-    """
-    saves, load = (None, study) if study.experiment == "load" else (study, nested_load(study))
-    rows = []
-    for claim in CLAIMS:
-        rule, section, judge = JUDGED_UNDER_LOAD.get(claim.id, (claim.rule, claim.section, claim.judge))
-        where = load if claim.id in JUDGED_UNDER_LOAD else saves
-        others = compared_with(where) if where else []
-        judged = [(other, judge(where, other)) for other in others]
-        named = len(others) > 1
-        verdict = "; ".join(f"{other}: {one.verdict}" if named else one.verdict for other, one in judged)
-        figure = " ".join(
-            f"Against {other}: {one.figure}" if named and one.figure else one.figure for other, one in judged
-        )
-        rows.append(
-            {
-                "id": claim.id,
-                "claim": claim.text,
-                "rule": rule,
-                "verdict": verdict or NOT_TESTED,
-                "figure": figure.strip(),
-                "section": section if where else "",
-            }
-        )
-    return pd.DataFrame(rows)
 
 
 def headline(study: Study) -> str:
@@ -295,19 +212,20 @@ def _control_sentence(study: Study, other: str) -> str:
     one = compare(study, "durable_s", other)
     low, high = one.ratio.time_saved_low, one.ratio.time_saved_high
     answer = "a false alarm" if low > 0 or high < 0 else "no difference was found, as it should be"
-    return f"A/A control: {one.fast} and {one.slow} are one storage. Time saved, durable: {_saved(one)}; {answer}."
+    return f"A/A control: {one.fast} and {one.slow} are one storage. Time saved, durable: {saved(one)}; {answer}."
 
 
 def _comparison_sentences(study: Study, other: str) -> str:
     durable, returned = compare(study, "durable_s", other), compare(study, "returned_s", other)
-    n, saved = Schedule().saves, durable.saved_s
+    schedule, saved = of(study).schedule, durable.saved_s
+    n = schedule.saves
     interval = "" if durable.ratio.blocks > 1 else " One block only, so no figure has an interval."
     words = (
         f"With wait={durable.wait}, a checkpoint is durable after {seconds(durable.fast_s)} on "
         f"{called(study, durable.fast)} and after {seconds(durable.slow_s)} on {called(study, other)}: "
-        f"{_less(durable)} time. With wait={returned.wait}, the save call returns after "
-        f"{seconds(returned.fast_s)} against {seconds(returned.slow_s)}: {_less(returned)}. "
-        f"{n} saves in 8 hours would {_total(saved, n)} a run."
+        f"{less(durable)} time. With wait={returned.wait}, the save call returns after "
+        f"{seconds(returned.fast_s)} against {seconds(returned.slow_s)}: {less(returned)}. "
+        f"{n} saves in {schedule.run_h:g} hours would {_total(saved, n)} a run."
     )
     words += _better_save(study, other)
     if study.emulated(other) or study.emulated(durable.fast):
@@ -322,7 +240,7 @@ def _better_save(study: Study, other: str) -> str:
         return ""
     return (
         f" On {other} as it is, a save by {found.better} holds training up for {seconds(found.software.fast_s)} "
-        f"instead of {seconds(found.software.slow_s)}: {_less(found.software)}"
+        f"instead of {seconds(found.software.slow_s)}: {less(found.software)}"
         f"{moved_words(study, other, found.better)}."
     )
 
