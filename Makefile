@@ -84,6 +84,7 @@ reference:
 	$(BIN)/stallbench bench results/reference
 	$(BIN)/stallbench validate --study results/reference
 	$(BIN)/stallbench torture --study results/reference
+	$(BIN)/stallbench run --experiment load --target disk=.target $(foreach lab,$(LABS),--target $(lab)=lab:$(lab)) --out results/reference/load
 	$(BIN)/stallbench sizes results/reference --target disk=.target --target $(firstword $(LABS))=lab:$(firstword $(LABS))
 	$(BIN)/stallbench validate48 --study results/reference
 	$(BIN)/stallbench report results/reference

@@ -107,7 +107,8 @@ def nested_load(study: Study) -> Study | None:
 def claims_table(study: Study) -> pd.DataFrame:
     """Judge every claim: ``id``, ``claim``, ``rule``, ``verdict``, ``figure``, ``section``, one row each.
 
-    What takes a load study is judged on it: the study itself, or the one that lies in its folder ``load``.
+    A figure has a line for each target that the first is compared with. What takes a load study is judged on it: the
+    study itself, or the one that lies in its folder ``load``.
     """
     studies = {"saves": study, "load": nested_load(study)} if study.experiment == "saves" else {"load": study}
     rows = []
@@ -115,19 +116,21 @@ def claims_table(study: Study) -> pd.DataFrame:
         where = studies.get(claim.experiment)
         others = compared_with(where) if where else []
         judged = [(other, claim.judge(where, other)) for other in others]
-        named = len(others) > 1
-        verdict = "; ".join(f"{other}: {one.verdict}" if named else one.verdict for other, one in judged)
-        figure = " ".join(
-            f"Against {other}: {one.figure}" if named and one.figure else one.figure for other, one in judged
-        )
         rows.append(
             {
                 "id": claim.id,
                 "claim": claim.text,
                 "rule": claim.rule,
-                "verdict": verdict or NOT_TESTED,
-                "figure": figure.strip(),
+                "verdict": _said({other: one.verdict for other, one in judged}, "{}: ", "; ") or NOT_TESTED,
+                "figure": _said({other: one.figure for other, one in judged}, "Against {}: ", "\n"),
                 "section": claim.section if where else "",
             }
         )
     return pd.DataFrame(rows)
+
+
+def _said(texts: dict[str, str], name: str, between: str) -> str:
+    """Say once what holds against all targets, else by target."""
+    if len(set(texts.values())) <= 1:
+        return next(iter(texts.values()), "")
+    return between.join(name.format(other) + text for other, text in texts.items() if text)

@@ -24,12 +24,28 @@ MEASURES = ("returned_s", "stall_s", "durable_s", "restore_s")
 
 def markdown(study: Study) -> str:
     """Write headline, figures of each condition and verdicts as Markdown."""
-    if study.experiment == "load":
-        return load_present.summary(study)
     claims = claims_table(study)
     judged = claims[claims.verdict != NOT_TESTED]
-    later = len(claims) - len(judged)
     parts = [
+        *(_load_parts(study) if study.experiment == "load" else _save_parts(study)),
+        _table(
+            ["claim", "", "verdict", "what was found"],
+            [[row.id, row.claim, row.verdict, row.figure] for row in judged.itertuples()],
+        ),
+        [f"{len(claims) - len(judged)} of {len(claims)} claims are not tested here."],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _load_parts(study: Study) -> list[list[str]]:
+    return [
+        ["# Storage under load", "", load_present.headline(study)],
+        [f"- {line}" for line in load_present.summary_lines(study)],
+    ]
+
+
+def _save_parts(study: Study) -> list[list[str]]:
+    return [
         ["# Every minute your model waits", "", headline(study)],
         [f"- {line}" for line in summary_lines(study)],
         _table(
@@ -40,13 +56,7 @@ def markdown(study: Study) -> str:
             ],
         ),
         ["Means with 95 % intervals over blocks; a stall under wait=durable ends when the save is durable."],
-        _table(
-            ["claim", "", "verdict", "what was found"],
-            [[row.id, row.claim, row.verdict, row.figure] for row in judged.itertuples()],
-        ),
-        [f"{later} of {len(claims)} claims are not tested here."],
     ]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
 def values(study: Study) -> dict[str, Any]:
@@ -132,7 +142,8 @@ def _text(interval: Interval | None) -> str:
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     if not rows:
         return ["None."]
-    texts = pd.DataFrame(rows, dtype=str).replace(r"\|", r"\\|", regex=True)  # a target's name may hold one
+    texts = pd.DataFrame(rows, dtype=str)
+    texts = texts.replace({r"\|": r"\\|", "\n": "<br>"}, regex=True)  # a target's name may hold a bar
     lines = [head, ["---"] * len(head), *texts.to_numpy().tolist()]
     return [f"| {' | '.join(line)} |" for line in lines]
 

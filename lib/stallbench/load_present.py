@@ -7,7 +7,6 @@ import pandas as pd
 
 from stallbench import load_analysis as load
 from stallbench.analysis import compared_with, seconds
-from stallbench.claims import claims_table
 from stallbench.judging import called
 from stallbench.load_verdicts import number, share_text, times
 from stallbench.results import Study
@@ -65,17 +64,6 @@ def summary_lines(study: Study) -> list[str]:
         figure = f"{rate.mean():,.0f} cold small files a second" if len(rate) else "nothing was measured"
         lines.append(f"{called(study, target)}, load: {succeeded} of {study.request['blocks']} trials; {figure}")
     return lines
-
-
-def summary(study: Study) -> str:
-    """Write the headline and the judged claims as Markdown, for a pull request or a CI summary."""
-    table = claims_table(study)
-    rows = [
-        f"| {row.id} | {row.claim} | {row.verdict} | {row.figure.replace('|', chr(92) + '|')} |"
-        for row in table[table.figure != ""].itertuples()
-    ]
-    lines = ["# Storage under load", "", headline(study), "", *(f"- {line}" for line in summary_lines(study))]
-    return "\n".join([*lines, "", "| claim | | verdict | figure |", "| --- | --- | --- | --- |", *rows]) + "\n"
 
 
 def headline_html(study: Study) -> str:

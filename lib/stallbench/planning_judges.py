@@ -106,7 +106,7 @@ def worth_its_price(study: Study, other: str) -> Judgement:
     figure = (
         f"Under the assumed prices of {assumed.prices_as_of}: waiting given back is worth "
         f"{money(found.payback.saved_per_year, assumed.currency)} a year; {assumed.prices.extra_over_horizon:,.0f} "
-        f"{assumed.currency} more for faster storage is paid back after {months(found.payback)}: "
+        f"{assumed.currency} more for faster storage is paid back: {months(found.payback)}. It "
         f"{found.payback.verdict} within {assumed.horizon_months:g} months."
     )
     return Judgement(MODELLED, figure)

@@ -62,7 +62,7 @@ def money_table(study: Study, assumed: Assumptions) -> pd.DataFrame:
     for other in compared_with(study):
         found = planning.bill(study, other, assumed)
         columns[f"{study.targets[0]} instead of {called(study, other)}"] = {
-            f"idle accelerators a year on {other}": money(found.idle_slow, assumed.currency),
+            "idle accelerators a year on the slower": money(found.idle_slow, assumed.currency),
             "of which given back": money(found.payback.saved_per_year, assumed.currency),
             "extra price until the horizon": f"{assumed.prices.extra_over_horizon:,.0f} {assumed.currency}",
             "paid back after": months(found.payback),
@@ -87,6 +87,8 @@ def months(payback: Payback) -> str:
         f"{value:,.0f}" if math.isfinite(value) else "never"
         for value in (payback.months.low, payback.months.mean, payback.months.high)
     )
+    if low == mean == high == "never":
+        return "never"
     unit = "" if mean == "never" else " months"
     return f"{mean}{unit}" if math.isnan(payback.months.low) else f"{mean}{unit} ({low} to {high})"
 

@@ -117,8 +117,10 @@ def time_lost(study: Study, assumed: Assumptions) -> Figure:
         axis.set_yscale("log")
         axis.set_ylabel("% of time lost")
         axis.set_title(name)
-    axes[0].legend(fontsize=7.5)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_major_formatter("{x:g}")
     axes[-1].set_xlabel("minutes of work between saves; point: best, dotted: assumed")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=7.5)
     return figure
 
 

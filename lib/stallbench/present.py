@@ -57,8 +57,9 @@ _INTERVAL = re.compile(r"<td>([^<(]*) \(([^<(]* to [^<(]*)\)</td>")
 
 
 def headline_html(study: Study) -> str:
-    """Write the headline."""
-    return f'<p class="headline">{html.escape(headline(study))}</p>'
+    """Write the headline, a paragraph for each target compared."""
+    paragraphs = headline(study).split("\n\n")
+    return f'<div class="headline">{"".join(f"<p>{html.escape(text)}</p>" for text in paragraphs)}</div>'
 
 
 def warnings_html(study: Study) -> str:

@@ -183,12 +183,12 @@ def mechanics(study: Study, other: str) -> Judgement:
 
 
 def headline(study: Study) -> str:
-    """Say the study's answer in a few sentences, with intervals and with what it rests on."""
+    """Say the study's answer, a paragraph for each target compared, with intervals and with what it rests on."""
     others = compared_with(study)
     if not others:
         return _description(study)
     first = study.targets[0]
-    return " ".join(
+    return "\n\n".join(
         _control_sentence(study, other) if study.same_place(first, other) else _comparison_sentences(study, other)
         for other in others
     )
