@@ -26,7 +26,7 @@ TINY = ["steps=4", "every_steps=2", "warmup_steps=1", "warmup_saves=1", "batch_s
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A model that trains in seconds."""
-    from stallbench.bench import tiny_model
+    from stallbench.proofs.bench import tiny_model
 
     return tiny_model(tmp_path_factory.mktemp("model"))
 

@@ -8,12 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from made import make
-from stallbench import assumptions, claims, verdicts
-from stallbench.assumptions import Assumptions, parse
-from stallbench.cli import app
+from stallbench.commands.main import app
+from stallbench.compounding import assumptions
+from stallbench.compounding.assumptions import Assumptions, parse
+from stallbench.compounding.economics import Prices
+from stallbench.compounding.models import Schedule
 from stallbench.config import NOTEBOOKS, ConfigError
-from stallbench.economics import Prices
-from stallbench.models import Schedule
+from stallbench.reporting import claims, verdicts
 from stallbench.results import load_study
 
 

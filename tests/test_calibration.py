@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stallbench import calibration
-from stallbench.emulated import default_folder, parse_profile
-from stallbench.ownership import MARKER
+from stallbench.proofs import calibration
+from stallbench.storage.emulated import default_folder, parse_profile
+from stallbench.storage.ownership import MARKER
 
 OWN_S, FAST_S, SLOW_S = 0.010, 0.020, 0.030
 

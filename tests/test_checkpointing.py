@@ -22,9 +22,9 @@ from stallbench.checkpointing import commit, direct
 from stallbench.checkpointing.checkpointer import Checkpointer, load
 from stallbench.checkpointing.state import TREE, CheckpointError, flatten, size_bytes, unflatten
 from stallbench.config import AS_SHIPPED, EMULATED, METHODS, Target
-from stallbench.emulated import Device, default_folder, parse_profile
 from stallbench.spans import Span, Timeline
-from stallbench.targets import Storage, Workspace
+from stallbench.storage.emulated import Device, default_folder, parse_profile
+from stallbench.storage.targets import Storage, Workspace
 
 ALL = [method for method in METHODS if method not in AS_SHIPPED]
 QUICK = [method for method in ALL if method != "dcp-async-process"]  # its process takes seconds to start

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from made import BLOCKS, DRIFT, make
-from stallbench import claims, digest, verdicts
-from stallbench.cli import app
+from stallbench.commands.main import app
+from stallbench.reporting import claims, digest, verdicts
 from stallbench.results import load_study
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from stallbench import economics
-from stallbench.economics import CHECKPOINT_BYTES, Prices
-from stallbench.models import SaveTime, Schedule, compounding
-from stallbench.stats import Interval
+from stallbench.compounding import economics
+from stallbench.compounding.economics import CHECKPOINT_BYTES, Prices
+from stallbench.compounding.models import SaveTime, Schedule, compounding
+from stallbench.reporting.stats import Interval
 
 PRICES = Prices(gpu_hour=2, gpus=4, extra_price=3000, extra_per_month=20, horizon_months=36)
 SCHEDULE = Schedule()  # 48 saves a run, 230 days, a team of 5: 55,200 saves a year

@@ -15,8 +15,17 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from stallbench import emulated
-from stallbench.emulated import CHUNK_BYTES, PROFILES, Device, Profile, Queue, charge_read, charge_write, parse_profile
+from stallbench.storage import emulated
+from stallbench.storage.emulated import (
+    CHUNK_BYTES,
+    PROFILES,
+    Device,
+    Profile,
+    Queue,
+    charge_read,
+    charge_write,
+    parse_profile,
+)
 
 A, B = 1, 2  # streams
 LATE_S = 0.06  # what a busy machine with two cores may add to a wait; every term under test is larger
@@ -37,7 +46,7 @@ def state_path() -> Iterator[Path]:
 
 ACTOR = """
 import json, sys, time
-from stallbench.emulated import Device, Profile, wait_until
+from stallbench.storage.emulated import Device, Profile, wait_until
 device = Device(Profile.model_validate_json(sys.argv[1]), sys.argv[2])
 print("ready", flush=True)
 wait_until(float(sys.stdin.readline()))

@@ -23,9 +23,9 @@ from stallbench.checkpointing import commit, direct
 from stallbench.checkpointing.checkpointer import Checkpointer, load
 from stallbench.checkpointing.state import CheckpointError, flatten, size_bytes
 from stallbench.config import SNAPSHOTS, Target
-from stallbench.faults import chain, free_memory_bytes, full_disk
 from stallbench.spans import Timeline
-from stallbench.targets import Workspace, describe
+from stallbench.storage.faults import chain, free_memory_bytes, full_disk
+from stallbench.storage.targets import Workspace, describe
 from test_checkpointing import ALL, QUICK, assert_same, names, save, write_nothing
 
 needs_mounts = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
@@ -386,7 +386,7 @@ import torch
 from stallbench.checkpointing import direct
 from stallbench.checkpointing.checkpointer import Checkpointer
 from stallbench.spans import Timeline
-from stallbench.targets import Storage, Workspace
+from stallbench.storage.targets import Storage, Workspace
 folder = Path(sys.argv[1])
 checkpointer = Checkpointer(
     "fast-async", Workspace(None, folder, Storage("-", "-")), folder / "checkpoints", Timeline(), local=folder

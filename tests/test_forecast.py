@@ -9,10 +9,12 @@ from typer.testing import CliRunner
 
 from conftest import FAST_NAS
 from made import make
-from stallbench import claims, forecast, judging, proofs, validate48
-from stallbench.cli import app
+from stallbench.commands.main import app
+from stallbench.compounding import forecast
+from stallbench.compounding.prediction import predict_total
 from stallbench.config import ConfigError, parse_target
-from stallbench.prediction import predict_total
+from stallbench.proofs import validate48
+from stallbench.reporting import claims, judging, proofs
 from stallbench.results import load_study, write_json
 
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from conftest import contents, foreign_files
-from stallbench import lab
 from stallbench.checkpointing.checkpointer import load
 from stallbench.checkpointing.commit import complete_checkpoints
 from stallbench.config import ConfigError
-from stallbench.lab_profile import PROFILES, parse
-from stallbench.ownership import sweep
-from stallbench.pagecache import drop_tree, sync_tree
+from stallbench.lab import building as lab
+from stallbench.lab.profile import PROFILES, parse
 from stallbench.results import load_study
+from stallbench.storage.ownership import sweep
+from stallbench.storage.pagecache import drop_tree, sync_tree
 
 needs_lab = pytest.mark.skipif(bool(lab.missing()), reason=f"skipped: {lab.missing()}")
 pytestmark = pytest.mark.xdist_group("lab")
@@ -114,7 +114,8 @@ def test_a_cut_link_holds_a_save_up_until_it_is_back():
 @needs_lab
 def test_down_clears_up_after_a_killed_maker():
     script = (
-        "from stallbench import lab; import time; lab.up(lab.PROFILES['hdd-nas-1gbe'], check=False); time.sleep(99)"
+        "from stallbench.lab import building as lab; import time; "
+        "lab.up(lab.PROFILES['hdd-nas-1gbe'], check=False); time.sleep(99)"
     )
     before = {row["lab_id"] for row in lab.status()}
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL) as maker:
@@ -136,7 +137,7 @@ def test_down_clears_up_after_a_killed_maker():
 @needs_lab
 def test_a_killed_studys_lab_goes_when_the_next_begins_and_a_running_ones_stays():
     script = (
-        "from stallbench import lab\nimport time\n"
+        "from stallbench.lab import building as lab\nimport time\n"
         "with lab.running(lab.PROFILES['fast'], check=False): print(flush=True); time.sleep(99)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:

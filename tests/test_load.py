@@ -14,13 +14,15 @@ import psutil
 import pytest
 
 from conftest import FAST_NAS, contents, foreign_files
-from stallbench import dataset, estimate, neighbours, reading, targets
+from stallbench import estimate
 from stallbench.config import ConfigError, Target
-from stallbench.load_config import Load, LoadStudyConfig, LoadTrialConfig
-from stallbench.load_trial import PHASES, LoadTrial, Place
-from stallbench.neighbours import Experiment
+from stallbench.load import dataset, neighbours, reading
+from stallbench.load.config import Load, LoadStudyConfig, LoadTrialConfig
+from stallbench.load.neighbours import Experiment
+from stallbench.load.trial import PHASES, LoadTrial, Place
 from stallbench.results import TRIAL, read_json
 from stallbench.spans import Timeline
+from stallbench.storage import targets
 
 SMALL = Load(files=120)
 

@@ -14,10 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from conftest import contents, foreign_files
-from stallbench import claims, digest, judging, load_analysis, load_plots, load_present, load_verdicts
-from stallbench.cli import app
-from stallbench.load_trial import KINDS, PHASES, REAL_MODEL
-from stallbench.report import _join
+from stallbench.commands.main import app
+from stallbench.load import analysis as load_analysis
+from stallbench.load import plots as load_plots
+from stallbench.load import present as load_present
+from stallbench.load import verdicts as load_verdicts
+from stallbench.load.trial import KINDS, PHASES, REAL_MODEL
+from stallbench.reporting import claims, digest, judging
+from stallbench.reporting.page import _join
 from stallbench.results import FAILURE, LOAD, METHOD_VERSION, SCHEMA_VERSION, SPANS, load_study, trial_id, write_json
 from stallbench.spans import Timeline
 from test_load import TINY_LOAD

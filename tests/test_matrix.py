@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 from made import BESIDE_S, BLOCKS, DRIFT, MEMORY_S, STEP_S, make
-from stallbench import analysis, matrix, present, proofs, tables, trust, verdicts
 from stallbench.config import ConfigError
+from stallbench.reporting import analysis, matrix, present, proofs, tables, trust, verdicts
 from stallbench.results import SCHEMA_VERSION, load_study, slowest_rank, trial_id
 from stallbench.spans import Span
 

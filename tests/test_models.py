@@ -5,9 +5,9 @@ import math
 import pandas as pd
 import pytest
 
-from stallbench import models
-from stallbench.models import Schedule
-from stallbench.stats import Interval
+from stallbench.compounding import models
+from stallbench.compounding.models import Schedule
+from stallbench.reporting.stats import Interval
 
 SAVE_S = Interval(mean=2.0, low=1.5, high=2.5, blocks=5)
 

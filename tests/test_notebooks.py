@@ -10,7 +10,7 @@ import papermill
 import pytest
 
 from stallbench.config import NOTEBOOKS, TrialConfig
-from stallbench.load_config import LoadTrialConfig
+from stallbench.load.config import LoadTrialConfig
 
 ALL = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from stallbench.pagecache import drop_tree, files_below, resident_pages, sync_tree, tree_size
+from stallbench.storage.pagecache import drop_tree, files_below, resident_pages, sync_tree, tree_size
 
 
 def test_written_pages_are_resident_and_gone_after_a_drop(tmp_path):

@@ -9,10 +9,12 @@ import matplotlib.pyplot as plt
 import pytest
 
 from made import BESIDE_S, BLOCKS, DRIFT, LINES, STEP_S, make, make_sweep
-from stallbench import claims, economics, judging, planning, plots_planning, recovery
-from stallbench import planning_tables as planned
-from stallbench.assumptions import Assumptions, parse
-from stallbench.models import SaveTime
+from stallbench.compounding import economics, planning, recovery
+from stallbench.compounding import plots as plots_planning
+from stallbench.compounding import tables as planned
+from stallbench.compounding.assumptions import Assumptions, parse
+from stallbench.compounding.models import SaveTime
+from stallbench.reporting import claims, judging
 
 DAY_S = 86400.0
 ASSUMED = Assumptions()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stallbench.powercut import PowerCutDisk, missing
+from stallbench.proofs.powercut import PowerCutDisk, missing
 
 pytestmark = [pytest.mark.xdist_group("powercut"), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 BLOCK = 4096

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from stallbench import recovery
-from stallbench.prediction import predict_total
+from stallbench.compounding import recovery
+from stallbench.compounding.prediction import predict_total
 
 STUDIES = 1500
 CONFIDENCE = 0.9

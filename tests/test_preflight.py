@@ -13,9 +13,11 @@ import typer
 from typer.testing import CliRunner
 
 from conftest import contents, foreign_files
-from stallbench import preflight, preflight_cli, storage
-from stallbench import probe as prober
+from stallbench.commands import targets as preflight_cli
 from stallbench.config import Target
+from stallbench.storage import medium as storage
+from stallbench.storage import preflight
+from stallbench.storage import probe as prober
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
 
@@ -320,7 +322,7 @@ def test_a_killed_study_is_cleaned_by_the_command_and_foreign_files_stay(tmp_pat
     foreign_files(tmp_path)
     before = contents(tmp_path)
     script = (
-        "import os, signal, sys; from stallbench import targets; from stallbench.config import Target\n"
+        "import os, signal, sys; from stallbench.storage import targets; from stallbench.config import Target\n"
         "with targets.claim(Target(name='t', location=sys.argv[1]), '0123456789ab-0') as folder:\n"
         "    (folder / 'link').symlink_to(folder.parent / 'checkpoint-2'); os.kill(os.getpid(), signal.SIGKILL)\n"
     )

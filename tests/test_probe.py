@@ -12,9 +12,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from stallbench import emulated, probe
 from stallbench.spans import Timeline
-from stallbench.targets import Storage, Workspace
+from stallbench.storage import emulated, probe
+from stallbench.storage.targets import Storage, Workspace
 
 SIZE_BYTES = 16 << 20
 DIRECT = ("raw_write", "raw_random", "raw_read")

@@ -15,31 +15,42 @@ from stallbench.config import ROOT
 PACKAGE = ROOT / "lib" / "stallbench"
 # Each module may import those above it, never one below.
 ORDER = (
-    "__init__", "config", "load_config", "accelerators", "privacy", "pagecache", "emulated", "faults", "spans",
-    "lab_profile", "storage", "ownership", "remote", "targets", "probe", "mounting", "lab_disk", "lab", "lab_check",
-    "places", "preflight", "preflight_cli", "workload", "dataset", "reading", "neighbours", "estimate",
-    "checkpointing.__init__", "checkpointing.state", "checkpointing.commit", "checkpointing.direct",
-    "checkpointing.writers", "checkpointing.checkpointer",
-    "recording", "training", "controls", "results", "states", "sweep", "trial", "load_work", "load_trial",
-    "environment", "execute", "study", "attach",
-    "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity", "sizes",
-    "validation", "analysis", "matrix", "trust", "which_nas", "assumptions", "scaling", "planning", "load_analysis",
-    "tables", "judging", "load_verdicts", "forecast", "planning_tables", "planning_judges", "verdicts", "claims",
-    "plots", "plots_scaling", "plots_planning", "load_plots", "present", "load_present", "proofs", "whatif", "digest",
-    "regression", "validate48", "report", "bench", "race", "lab_sweep", "load_bench", "calibration",
-    "volatile_disk", "powercut", "torture", "compare_cli", "sizes_cli", "validate48_cli", "lab_cli", "cli", "__main__",
+    "__init__", "storage.__init__", "lab.__init__", "load.__init__", "compounding.__init__", "proofs.__init__",
+    "reporting.__init__", "commands.__init__", "config", "load.config", "load.accelerators", "privacy",
+    "storage.pagecache", "storage.emulated", "storage.faults", "spans", "lab.profile", "storage.medium",
+    "storage.ownership", "storage.remote", "storage.targets", "storage.probe", "storage.mounting", "lab.disk",
+    "lab.building", "lab.check", "storage.places", "storage.preflight", "commands.targets", "workload",
+    "load.dataset", "load.reading", "load.neighbours", "estimate", "checkpointing.__init__", "checkpointing.state",
+    "checkpointing.commit", "checkpointing.direct", "checkpointing.writers", "checkpointing.checkpointer",
+    "recording", "training", "controls", "results", "states", "sweep", "trial", "load.work", "load.trial",
+    "environment", "execute", "study", "attach", "compounding.checks", "reporting.stats", "compounding.models",
+    "compounding.prediction", "compounding.recovery", "compounding.economics", "compounding.sensitivity",
+    "compounding.sizes", "proofs.validation", "reporting.analysis", "reporting.matrix", "reporting.trust",
+    "reporting.which_nas", "compounding.assumptions", "compounding.scaling", "compounding.planning",
+    "load.analysis", "reporting.tables", "reporting.judging", "load.verdicts", "compounding.forecast",
+    "compounding.tables", "compounding.judges", "reporting.verdicts", "reporting.claims", "reporting.plots",
+    "compounding.plots_scaling", "compounding.plots", "load.plots", "reporting.present", "load.present",
+    "reporting.proofs", "compounding.whatif", "reporting.digest", "reporting.regression", "proofs.validate48",
+    "reporting.page", "proofs.bench", "proofs.race", "lab.sweep", "proofs.load_bench", "proofs.calibration",
+    "proofs.volatile_disk", "proofs.powercut", "proofs.torture", "commands.compare", "commands.sizes",
+    "commands.validate48", "commands.lab", "commands.main", "__main__",
 )  # fmt: skip
 MEASURING = {
-    "spans", "storage", "ownership", "remote", "targets", "probe", "workload", "recording", "training", "controls",
-    "trial", "study", "execute", "attach", "preflight", "places", "states", "sweep", "dataset", "reading", "neighbours",
-    "estimate", "load_work", "load_trial", *(name for name in ORDER if name.startswith("checkpointing")),
+    "spans", "storage.medium", "storage.ownership", "storage.remote", "storage.targets", "storage.probe",
+    "workload", "recording", "training", "controls", "trial", "study", "execute", "attach", "storage.preflight",
+    "storage.places", "states", "sweep", "load.dataset", "load.reading", "load.neighbours", "estimate", "load.work",
+    "load.trial",
+    *(name for name in ORDER if name.startswith("checkpointing")),
 }  # fmt: skip
 ANALYSING = {
-    "checks", "stats", "models", "prediction", "recovery", "economics", "sensitivity", "sizes",
-    "validation", "analysis", "matrix", "trust", "which_nas", "assumptions", "scaling", "planning", "load_analysis",
-    "tables", "judging", "load_verdicts", "forecast", "planning_tables", "planning_judges", "verdicts", "claims",
-    "plots", "plots_scaling", "plots_planning", "load_plots", "present", "load_present", "proofs", "whatif", "digest",
-    "regression",
+    "compounding.checks", "reporting.stats", "compounding.models", "compounding.prediction", "compounding.recovery",
+    "compounding.economics", "compounding.sensitivity", "compounding.sizes", "proofs.validation",
+    "reporting.analysis", "reporting.matrix", "reporting.trust", "reporting.which_nas", "compounding.assumptions",
+    "compounding.scaling", "compounding.planning", "load.analysis", "reporting.tables", "reporting.judging",
+    "load.verdicts", "compounding.forecast", "compounding.tables", "compounding.judges", "reporting.verdicts",
+    "reporting.claims", "reporting.plots", "compounding.plots_scaling", "compounding.plots", "load.plots",
+    "reporting.present", "load.present", "reporting.proofs", "compounding.whatif", "reporting.digest",
+    "reporting.regression",
 }  # fmt: skip
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -119,21 +130,21 @@ def test_every_command_of_the_readme_exists():
     assert {"report", "test", "validate", "bench"} <= targets
     assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
     for command in set(re.findall(r"(?:bin/|`)stallbench ([a-z]+)", readme)):
-        done = subprocess.run([sys.executable, "-c", f"from stallbench.cli import app; app(['{command}', '--help'])"],
-                              capture_output=True, text=True)  # fmt: skip
+        script = f"from stallbench.commands.main import app; app(['{command}', '--help'])"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         assert done.returncode == 0, command
 
 
 def test_the_readme_quotes_the_reference_study_to_the_letter():
+    from stallbench.reporting.verdicts import headline
     from stallbench.results import load_study
-    from stallbench.verdicts import headline
 
     readme = " ".join((ROOT / "README.md").read_text().replace("\n>", " ").split())
     assert " ".join(headline(load_study(ROOT / "results" / "reference")).split()) in readme
 
 
 def test_the_reference_report_is_what_its_study_renders_to():
-    from stallbench.digest import markdown
+    from stallbench.reporting.digest import markdown
     from stallbench.results import load_study
 
     folder = ROOT / "results" / "reference"

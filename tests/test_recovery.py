@@ -10,9 +10,9 @@ import simpy
 from scipy import stats
 from scipy.special import lambertw
 
-from stallbench import recovery
-from stallbench.recovery import Plan
-from stallbench.stats import Interval
+from stallbench.compounding import recovery
+from stallbench.compounding.recovery import Plan
+from stallbench.reporting.stats import Interval
 
 CHECKPOINTS = 4000
 # Synchronous, asynchronous, durable just before the next save, a stall that outlasts durable, costly restores, no

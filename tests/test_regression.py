@@ -10,8 +10,8 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from made import make
-from stallbench import regression
-from stallbench.cli import app
+from stallbench.commands.main import app
+from stallbench.reporting import regression
 
 
 @pytest.fixture(scope="module")

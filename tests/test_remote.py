@@ -11,9 +11,9 @@ import pytest
 from conftest import contents, run
 from servers import ACCESS_KEY, SECRET_KEY, kill, missing, s3_server, sftp_server
 from stallbench.config import ConfigError, StudyConfig, Target, TrialConfig, parse_target
-from stallbench.ownership import MARKER, machine_id
-from stallbench.remote import Store, connect
-from stallbench.targets import claim
+from stallbench.storage.ownership import MARKER, machine_id
+from stallbench.storage.remote import Store, connect
+from stallbench.storage.targets import claim
 from stallbench.trial import Trial
 
 FIVE = {"steps": 10, "every_steps": 2}

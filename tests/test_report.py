@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from made import make_sweep
-from stallbench import analysis, claims, judging, present, verdicts
-from stallbench.cli import app
-from stallbench.report import ReportError, render
+from stallbench.commands.main import app
+from stallbench.reporting import analysis, claims, judging, present, verdicts
+from stallbench.reporting.page import ReportError, render
 from stallbench.results import Study, load_study
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -113,7 +113,7 @@ def test_other_assumptions_and_a_sweep_change_the_page_and_it_still_needs_nothin
 
 
 def test_a_plot_cell_without_an_image_fails_the_report(finished, tmp_path, monkeypatch):
-    from stallbench import report
+    from stallbench.reporting import page as report
 
     folder, notebooks = tmp_path / "study", tmp_path / "notebooks"
     shutil.copytree(finished.folder, folder)

@@ -3,8 +3,8 @@
 import pytest
 
 from made import LINES, SWEPT_BYTES, make, make_sweep
-from stallbench import scaling
-from stallbench.models import SaveTime
+from stallbench.compounding import scaling
+from stallbench.compounding.models import SaveTime
 
 
 @pytest.fixture

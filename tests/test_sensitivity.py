@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from stallbench import sensitivity
-from stallbench.models import SaveTime, Schedule
+from stallbench.compounding import sensitivity
+from stallbench.compounding.models import SaveTime, Schedule
 
 SAVE = SaveTime(latency_s=0.5, bytes_per_s=1e8)
 BASE = {

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from stallbench import sizes
-from stallbench.economics import CHECKPOINT_BYTES
+from stallbench.compounding import sizes
+from stallbench.compounding.economics import CHECKPOINT_BYTES
 
 SIZES = (1e6, 1e7, 1e8, 3e8, 1e9)
 STUDIES = 200

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stallbench import stats
+from stallbench.reporting import stats
 
 T_975_DF2 = 4.302653  # quantiles of Student's t with 2 degrees of freedom, from printed tables
 T_95_DF2 = 2.919986

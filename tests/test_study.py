@@ -227,7 +227,7 @@ def test_one_directory_twice_renders_as_a_control_and_paths_stay_if_asked(tmp_pa
 def test_a_bad_request_is_refused_in_one_line_before_anything_is_written(tmp_path, arguments, words):
     from typer.testing import CliRunner
 
-    from stallbench.cli import app
+    from stallbench.commands.main import app
 
     folder = tmp_path / "results"
     result = CliRunner().invoke(app, ["run", "--target", f"x={tmp_path}", *arguments, "--out", str(folder)])

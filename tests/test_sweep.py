@@ -8,8 +8,9 @@ from typer.testing import CliRunner
 
 from conftest import FAST_NAS, contents, foreign_files
 from made import make
-from stallbench import scaling, states, sweep
-from stallbench.cli import app
+from stallbench import states, sweep
+from stallbench.commands.main import app
+from stallbench.compounding import scaling
 from stallbench.config import ConfigError, StudyConfig, parse_target
 from stallbench.results import load_study
 
@@ -41,7 +42,7 @@ def swept(tmp_path_factory):
     request = json.loads((folder / "study.json").read_text())
     places = [parse_target(f"disk={disk}"), parse_target(f"nas={FAST_NAS}")]
     for entry, place in zip(request["targets"], places, strict=True):
-        from stallbench.targets import storage_of
+        from stallbench.storage.targets import storage_of
 
         entry["storage"] |= {"words": storage_of(place)["words"]}
     (folder / "study.json").write_text(json.dumps(request))

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from conftest import contents, foreign_files
-from stallbench import ownership, storage, targets
 from stallbench.config import ConfigError, Target
+from stallbench.storage import medium as storage
+from stallbench.storage import ownership, targets
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
 
@@ -39,7 +40,7 @@ def test_a_claim_leaves_nothing_and_touches_nobody_elses_files(tmp_path):
 
 def test_a_killed_run_is_cleaned_up_at_the_next_start_and_a_living_one_is_not(tmp_path):
     script = (
-        "import os, sys; from stallbench import targets; from stallbench.config import Target\n"
+        "import os, sys; from stallbench.storage import targets; from stallbench.config import Target\n"
         "with targets.claim(Target(name='t', location=sys.argv[1]), sys.argv[2]) as folder:\n"
         "    print('held', flush=True); sys.stdin.read()\n"
     )
@@ -180,7 +181,7 @@ def test_a_disk_is_called_nvme_only_by_its_own_evidence(tmp_path):
 def test_the_file_below_a_loop_device_is_made_cold_too(tmp_path, tiny):
     """Otherwise a "cold" restore would come from memory: the loop's backing file has pages of its own."""
     from stallbench.config import TrialConfig
-    from stallbench.pagecache import resident_pages
+    from stallbench.storage.pagecache import resident_pages
     from stallbench.trial import Trial
 
     image, mount = tmp_path / "disk.img", tmp_path / "mount"

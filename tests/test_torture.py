@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from stallbench.powercut import missing
-from stallbench.torture import lost
+from stallbench.proofs.powercut import missing
+from stallbench.proofs.torture import lost
 
 NO_CUTS = pytest.mark.skipif(bool(missing()), reason=missing() or "the power can be cut")
 
@@ -15,7 +15,7 @@ NO_CUTS = pytest.mark.skipif(bool(missing()), reason=missing() or "the power can
 def torture(*, kills: int = 0, cuts: int = 0, methods: tuple[str, ...], sabotage: str = "") -> list[dict]:
     """Run in a process of its own, which has no threads and can be forked."""
     script = (
-        "import sys, warnings\nfrom stallbench import torture\nfrom stallbench.checkpointing import commit\n"
+        "import sys, warnings\nfrom stallbench.proofs import torture\nfrom stallbench.checkpointing import commit\n"
         f"{sabotage}\ntable = torture.torture({kills}, {cuts}, {methods!r})\nprint(table.to_json(orient='records'))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)

@@ -12,8 +12,8 @@ import pytest
 
 from conftest import FAST_NAS, contents, foreign_files, run
 from stallbench.config import ConfigError, TrialConfig
-from stallbench.emulated import default_folder
-from stallbench.ownership import sweep
+from stallbench.storage.emulated import default_folder
+from stallbench.storage.ownership import sweep
 from stallbench.trial import Trial, TrialError
 
 

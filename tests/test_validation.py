@@ -4,8 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stallbench import stats, validation
-from stallbench.validation import Noise
+from stallbench.proofs import validation
+from stallbench.proofs.validation import Noise
+from stallbench.reporting import stats
 
 NO_NOISE = Noise(cv_fast=0, cv_slow=0, autocorrelation=0, rare_share=0, trial_cv=0, drift=0)
 

@@ -7,9 +7,11 @@ import shutil
 import pandas as pd
 import pytest
 
-from stallbench import lab, lab_sweep, plots, present, which_nas
 from stallbench.config import ROOT
-from stallbench.lab_profile import PROFILES
+from stallbench.lab import building as lab
+from stallbench.lab import sweep as lab_sweep
+from stallbench.lab.profile import PROFILES
+from stallbench.reporting import plots, present, which_nas
 from stallbench.results import LAB_SWEEP, load_study
 
 SIZE_BYTES = 200e6

@@ -1,5 +1,5 @@
 """Run the command line as ``python -m stallbench``."""
 
-from stallbench.cli import app
+from stallbench.commands.main import app
 
 app(prog_name="stallbench")

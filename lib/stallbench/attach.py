@@ -16,7 +16,6 @@ from uuid import uuid4
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from stallbench import targets
 from stallbench.checkpointing.checkpointer import Checkpointer
 from stallbench.config import AS_SHIPPED, METHODS, ConfigError, Target, Wait
 from stallbench.environment import capture
@@ -34,7 +33,8 @@ from stallbench.results import (
     write_json,
 )
 from stallbench.spans import Timeline
-from stallbench.targets import Workspace
+from stallbench.storage import targets
+from stallbench.storage.targets import Workspace
 from stallbench.training import Checkpointed
 
 _TARGET = "output_dir"

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stallbench import emulated
 from stallbench.checkpointing.checkpointer import Checkpointer
 from stallbench.checkpointing.state import capture
 from stallbench.config import AS_SHIPPED, ASYNCHRONOUS, PAST_THE_CACHE, TrialConfig
 from stallbench.spans import Timeline
-from stallbench.targets import Storage, Workspace
+from stallbench.storage import emulated
+from stallbench.storage.targets import Storage, Workspace
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 
-from stallbench import dataset, emulated, lab, lab_profile, preflight, targets, workload
+from stallbench import workload
 from stallbench.config import EMULATED, ConfigError, StudyConfig, Target
-from stallbench.load_config import AnyStudy, LoadStudyConfig
+from stallbench.lab import building as lab
+from stallbench.lab import profile as lab_profile
+from stallbench.load import dataset
+from stallbench.load.config import AnyStudy, LoadStudyConfig
+from stallbench.storage import emulated, preflight, targets
 
 # For the first guess of a study's length only; progress corrects it. Read off a 2-core machine.
 _KERNEL_START_S, _STEP_S, _DIRECTORY_BYTES_PER_S, _RESTORE_AND_CHECKS_S = 7.0, 0.15, 3e8, 5.0

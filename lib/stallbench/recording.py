@@ -15,10 +15,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from stallbench.checkpointing import commit
 from stallbench.checkpointing.checkpointer import Guard, no_guard
 from stallbench.config import Wait
-from stallbench.emulated import wait_until
-from stallbench.pagecache import files_below, sync_tree, tree_size
 from stallbench.spans import Span, Timeline
-from stallbench.targets import Workspace
+from stallbench.storage.emulated import wait_until
+from stallbench.storage.pagecache import files_below, sync_tree, tree_size
+from stallbench.storage.targets import Workspace
 
 # Which files of the Trainer's layout each of its loading calls reads; the weights' call reads all others.
 _RESTORED = {"optimizer": ("optimizer.pt", "scheduler.pt"), "rng": ("rng_state.pth",)}

@@ -20,11 +20,11 @@ from uuid import uuid4
 
 import numpy as np
 
-from stallbench import lab, places, preflight, targets
 from stallbench.config import NOTEBOOKS, ConfigError, Method, Target, Wait
 from stallbench.environment import capture
 from stallbench.execute import execute_notebook, kernel_environment
-from stallbench.load_config import AnyStudy
+from stallbench.lab import building as lab
+from stallbench.load.config import AnyStudy
 from stallbench.privacy import Redactor
 from stallbench.results import (
     ENVIRONMENT,
@@ -38,6 +38,7 @@ from stallbench.results import (
     trial_id,
     write_json,
 )
+from stallbench.storage import places, preflight, targets
 
 LAB_GRACE_S = 20.0  # in which a trial at its time limit may end by itself
 

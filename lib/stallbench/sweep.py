@@ -12,16 +12,18 @@ import numpy as np
 import pandas as pd
 from transformers import Trainer
 
-from stallbench import lab, places, states, targets
+from stallbench import states
 from stallbench.checkpointing import commit
 from stallbench.checkpointing.checkpointer import Checkpointer
 from stallbench.checkpointing.state import capture
 from stallbench.config import AS_SHIPPED, SNAPSHOTS, ConfigError, StudyConfig, Target
-from stallbench.faults import free_memory_bytes
+from stallbench.lab import building as lab
 from stallbench.recording import Recorder, synchronize
 from stallbench.results import TRIAL_KEYS, events_of
 from stallbench.spans import Timeline
-from stallbench.targets import Workspace
+from stallbench.storage import places, targets
+from stallbench.storage.faults import free_memory_bytes
+from stallbench.storage.targets import Workspace
 
 # The first touches fresh memory, and is recorded as a warm-up.
 WARMUP_SAVES, COUNTED_SAVES = 1, 2

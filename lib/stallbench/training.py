@@ -32,7 +32,7 @@ from stallbench.checkpointing.state import (
 from stallbench.config import AS_SHIPPED, TrialConfig
 from stallbench.recording import Recorded, Recorder, StepClock, add_layer
 from stallbench.spans import Timeline
-from stallbench.targets import Workspace
+from stallbench.storage.targets import Workspace
 from stallbench.workload import TargetRows, load_model
 
 _STATE_FILE = "trainer_state.json"

@@ -17,14 +17,15 @@ from uuid import uuid4
 
 import psutil
 
-from stallbench import targets, workload
+from stallbench import workload
 from stallbench.config import ASYNCHRONOUS, RESULTS, ConfigError, Target, TrialConfig
-from stallbench.faults import chain, full_disk, read_only
-from stallbench.pagecache import files_below, sync_tree
 from stallbench.privacy import Redactor
-from stallbench.probe import raw_limits
 from stallbench.results import FAILURE, METHOD_VERSION, SCHEMA_VERSION, SPANS, TRIAL, trial_id, write_json
 from stallbench.spans import Span, Timeline
+from stallbench.storage import targets
+from stallbench.storage.faults import chain, full_disk, read_only
+from stallbench.storage.pagecache import files_below, sync_tree
+from stallbench.storage.probe import raw_limits
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stallbench.config import AS_SHIPPED, DATA_SUFFIXES, SNAPSHOTS, ConfigError, Workload
-from stallbench.faults import free_memory_bytes
+from stallbench.storage.faults import free_memory_bytes
 
 if TYPE_CHECKING:
     import datasets

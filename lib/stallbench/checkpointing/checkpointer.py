@@ -16,11 +16,11 @@ from stallbench.checkpointing import commit
 from stallbench.checkpointing.state import CheckpointError, Tensors, flatten, size_bytes, unflatten
 from stallbench.checkpointing.writers import make_writer, read
 from stallbench.config import SNAPSHOTS, Wait
-from stallbench.emulated import wait_until
-from stallbench.faults import chain, free_memory_bytes, full_disk
-from stallbench.pagecache import tree_size
 from stallbench.spans import Span, Timeline
-from stallbench.targets import Workspace
+from stallbench.storage.emulated import wait_until
+from stallbench.storage.faults import chain, free_memory_bytes, full_disk
+from stallbench.storage.pagecache import tree_size
+from stallbench.storage.targets import Workspace
 
 # Held while a save is under way, with its step: a limit on its time.
 Guard = Callable[[int], AbstractContextManager[None]]

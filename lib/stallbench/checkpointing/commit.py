@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from stallbench.config import MANIFEST
-from stallbench.pagecache import files_below, sync_file, sync_tree
+from stallbench.storage.pagecache import files_below, sync_file, sync_tree
 
 _FINAL = re.compile(r"checkpoint-(\d+)")
 _PARTIAL, _REPLACED = ".stallbench-partial", ".stallbench-replaced"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from stallbench.checkpointing.state import CheckpointError, Tensors
-from stallbench.pagecache import reserve
+from stallbench.storage.pagecache import reserve
 
 # Four requests of 4 MiB in flight reach the rate of a deeper queue on every disk tried; more only cost memory.
 BLOCK_BYTES, THREADS = 4 << 20, 4

@@ -13,8 +13,8 @@ import torch
 
 from stallbench.checkpointing import direct
 from stallbench.checkpointing.state import Tensors
-from stallbench.pagecache import sync_tree
-from stallbench.remote import Store
+from stallbench.storage.pagecache import sync_tree
+from stallbench.storage.remote import Store
 
 # Opens a phase of a save: its kind, and which part of it.
 Phase = Callable[..., AbstractContextManager[Any]]

@@ -1,0 +1,1 @@
+"""From measured saves to runs, years, failures, money and larger models."""

@@ -1,0 +1,1 @@
+"""Emulated storage on real kernel I/O: built, held against arithmetic, swept."""

@@ -1,0 +1,1 @@
+"""Checks of the instrument itself: coverage, speed, and checkpoints that survive."""

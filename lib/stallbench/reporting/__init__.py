@@ -1,0 +1,1 @@
+"""From recorded trials to figures, verdicts and the page."""
