@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stallbench import study
+from stallbench import estimate, study
 from stallbench.compounding import forecast
 from stallbench.config import ASYNCHRONOUS, ConfigError, Method, StudyConfig, Target
 from stallbench.results import Study, load_study
@@ -103,7 +103,7 @@ def _study(
         },
     )
     place = folder / f"{part.name.replace(' ', '-')}-{wait}"
-    study.preview(config)
+    estimate.preview(config)
     study.open_folder(config, place, show_paths=False)
     announce(f"{part.name}, wait={wait}: {study.trials_to_run(config, place)} trials of {part.saves} saves")
     if not study.run(config, place, on_trial):

@@ -117,14 +117,15 @@ def claims_table(study: Study) -> pd.DataFrame:
         where = studies.get(claim.experiment)
         others = compared_with(where) if where else []
         judged = [(other, claim.judge(where, other)) for other in others]
+        figure = _said({other: one.figure for other, one in judged}, "Against {}: ", "\n")
         rows.append(
             {
                 "id": claim.id,
                 "claim": claim.text,
                 "rule": claim.rule,
                 "verdict": _said({other: one.verdict for other, one in judged}, "{}: ", "; ") or NOT_TESTED,
-                "figure": _said({other: one.figure for other, one in judged}, "Against {}: ", "\n"),
-                "section": claim.section if where else "",
+                "figure": figure,
+                "section": claim.section if figure else "",
             }
         )
     return pd.DataFrame(rows)
