@@ -8,7 +8,7 @@ import pandas as pd
 from stallbench.load import analysis as load
 from stallbench.load.verdicts import number, share_text, times
 from stallbench.reporting.analysis import compared_with, seconds
-from stallbench.reporting.judging import called
+from stallbench.reporting.judging import called, storage_warnings
 from stallbench.reporting.stats import Interval, mean_interval
 from stallbench.reporting.tables import called as short
 from stallbench.results import Study
@@ -78,14 +78,7 @@ def warnings_html(study: Study) -> str:
 
 def warnings(study: Study) -> Iterator[str]:
     """Give the study's own warnings: the number, why it matters, and what mends it."""
-    for target in study.targets:
-        if study.emulated(target):
-            yield (
-                f"{target} is emulated ({study.storage(target)['words']}): its times follow from stated rates, not "
-                "from a device. Give your own path with --target to measure one."
-            )
-        if study.storage(target)["medium"] == "memory":
-            yield f"{target} is a memory file system: its figures are memory's, not storage's. Name a disk's directory."
+    yield from storage_warnings(study)
     for row in study.trials[study.trials.status == "failed"].itertuples():
         yield f"Trial {row.trial} failed and counts nowhere: {row.reason}; the same command tries its block again."
     blocks = study.counted.block.nunique()

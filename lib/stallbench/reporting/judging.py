@@ -1,5 +1,6 @@
 """What a verdict is, the rule for ranges, and when the storage that was there can carry one."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stallbench.reporting.analysis import Comparison, percent
@@ -50,6 +51,21 @@ def agreed(verdicts: list[str]) -> str:
 def called(study: Study, target: str) -> str:
     """Name a target with what is known of its storage."""
     return f"{target} ({study.storage(target)['words']})"
+
+
+def storage_warnings(study: Study) -> Iterator[str]:
+    """Say which targets are emulated and which are memory, and what that makes of their figures."""
+    emulated = [target for target in study.targets if study.emulated(target)]
+    if emulated:
+        names, kinds = (" and ".join(texts) for texts in (emulated, [study.storage(one)["words"] for one in emulated]))
+        are, their = ("are", "their") if len(emulated) > 1 else ("is", "its")
+        yield (
+            f"{names} {are} emulated ({kinds}): {their} times follow from stated rates, not from a device. Give your "
+            "own path with --target to measure one."
+        )
+    for target in study.targets:
+        if study.storage(target)["medium"] == "memory":
+            yield f"{target} is a memory file system: its figures are memory's, not storage's. Name a disk's directory."
 
 
 def saved(one: Comparison) -> str:

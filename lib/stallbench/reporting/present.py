@@ -20,6 +20,7 @@ from stallbench.reporting.analysis import (
     seconds,
 )
 from stallbench.reporting.claims import claims_table
+from stallbench.reporting.judging import storage_warnings
 from stallbench.reporting.tables import beside_table, called, nas_table
 from stallbench.reporting.verdicts import headline, moved_words, summary_lines
 from stallbench.results import Study
@@ -78,14 +79,8 @@ def warnings_html(study: Study) -> str:
 
 def warnings(study: Study) -> Iterator[str]:
     """Give the study's own warnings: the number, why it matters, and what mends it."""
+    yield from storage_warnings(study)
     for target in study.targets:
-        if study.emulated(target):
-            yield (
-                f"{target} is emulated ({study.storage(target)['words']}): its times follow from stated rates, not "
-                "from a device. Give your own path with --target to measure one."
-            )
-        if study.storage(target)["medium"] == "memory":
-            yield f"{target} is a memory file system: its figures are memory's, not storage's. Name a disk's directory."
         if study.remote(target):
             yield (
                 f"{target} is a URL: checkpoints and reloads of the data cross the network, but training reads a local "
