@@ -14,6 +14,7 @@ from stallbench.reporting.judging import (
     REPRODUCED,
     UNDECIDED,
     Judgement,
+    less_of,
     on_this_storage,
     within,
 )
@@ -40,13 +41,6 @@ def _differs(ratio: PairedRatio) -> str:
     if low >= DIFFERENCE or high <= -DIFFERENCE:
         return REPRODUCED
     return NOT_REPRODUCED if -DIFFERENCE < low and high < DIFFERENCE else UNDECIDED
-
-
-def _less(ratio: PairedRatio) -> str:
-    """Say by how much the first takes less, or more, time than the other."""
-    if ratio.time_saved < 0:
-        return f"{percent(-ratio.time_saved, -ratio.time_saved_high, -ratio.time_saved_low)} more time"
-    return f"{percent(ratio.time_saved, ratio.time_saved_low, ratio.time_saved_high)} less time"
 
 
 def _each_of(count: int) -> float:
@@ -90,7 +84,7 @@ def _reload(study: Study, other: str) -> Judgement:
     spans = study.spans[(study.spans.kind == "iteration") & (study.spans.part == "reload")]
     if set(spans.cache_data) != {"cold"}:
         return Judgement(NOT_TESTED, f"The reloads were not shown to be cold. {figure}.")
-    return on_this_storage(study, other, _differs(ratio), f"{figure}; {_less(ratio)}.{_beneath(spans)}")
+    return on_this_storage(study, other, _differs(ratio), f"{figure}; {less_of(ratio)} time.{_beneath(spans)}")
 
 
 def _beneath(spans: pd.DataFrame) -> str:
@@ -129,7 +123,7 @@ def _loop(study: Study, other: str) -> Judgement:
     totals = {target: load.loop_parts(study, target).sum(axis=1) for target in (first, other)}
     ratio = paired_ratio(totals[first], totals[other])
     figure = "; ".join(_loop_words(study, target) for target in totals)
-    return on_this_storage(study, other, _differs(ratio), f"{figure}; {_less(ratio)}.")
+    return on_this_storage(study, other, _differs(ratio), f"{figure}; {less_of(ratio)} time.")
 
 
 def _loop_words(study: Study, target: str) -> str:
