@@ -93,7 +93,7 @@ def run(
         ),
     ] = "saves",
     profile: Annotated[
-        str, typer.Option(help="quick (about 3 minutes on 2 cores; load 4), default (9; load 10), full (an hour).")
+        str, typer.Option(help="quick (about 3 minutes on 2 cores; load 4), default (9; load 22), full (an hour).")
     ] = "default",
     blocks: Annotated[int | None, typer.Option(help="Blocks: each runs one trial of every condition.")] = None,
     wait: Annotated[

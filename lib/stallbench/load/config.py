@@ -133,7 +133,7 @@ class LoadStudyConfig(Load, StudyPlan):
 
 AnyStudy = StudyConfig | LoadStudyConfig
 
-# Wall time of two targets on 2 cores, the emulated NAS being one: quick about 4 minutes, default about 10.
+# Wall time of two targets on 2 cores, the emulated NAS being one: quick about 4 minutes, default about 22.
 LOAD_PROFILES: dict[str, dict[str, Any]] = {
     "quick": {
         "blocks": 2, "files": 800, "phase_s": 2, "accelerator_s": 1, "neighbours": 2, "neighbour_s": 2, "iterations": 1,

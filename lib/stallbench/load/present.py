@@ -9,6 +9,7 @@ from stallbench.load import analysis as load
 from stallbench.load.verdicts import number, share_text, times
 from stallbench.reporting.analysis import compared_with, seconds
 from stallbench.reporting.judging import called, storage_warnings
+from stallbench.reporting.present import paragraphs_html
 from stallbench.reporting.stats import Interval, mean_interval
 from stallbench.reporting.tables import called as short
 from stallbench.results import Study
@@ -23,14 +24,14 @@ FEW_BLOCKS = 3
 
 
 def headline(study: Study) -> str:
-    """Say what happens under load on each target, with intervals and what it rests on."""
+    """Say what happens under load, a paragraph for each target, with intervals and what it rests on."""
     parts = [_sentence(study, target) for target in study.targets if target in set(study.counted.target)]
     emulated = [target for target in study.targets if study.emulated(target)]
     if emulated:
         parts.append(f"{' and '.join(emulated)}: emulated, so this is modelled, not measured on such a device.")
     if study.counted.block.nunique() == 1:
         parts.append("One block only, so no figure has an interval.")
-    return " ".join(parts)
+    return "\n\n".join(parts)
 
 
 def _sentence(study: Study, target: str) -> str:
@@ -67,8 +68,8 @@ def summary_lines(study: Study) -> list[str]:
 
 
 def headline_html(study: Study) -> str:
-    """Write the headline."""
-    return f'<p class="headline">{html.escape(headline(study))}</p>'
+    """Write the headline, a paragraph for each target."""
+    return paragraphs_html(headline(study))
 
 
 def warnings_html(study: Study) -> str:

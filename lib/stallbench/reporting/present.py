@@ -68,8 +68,13 @@ _INTERVAL = re.compile(r"<td>([^<(]*) \(([^<(]* to [^<(]*)\)</td>")
 
 def headline_html(study: Study) -> str:
     """Write the headline, a paragraph for each target compared."""
-    paragraphs = headline(study).split("\n\n")
-    return f'<div class="headline">{"".join(f"<p>{html.escape(text)}</p>" for text in paragraphs)}</div>'
+    return paragraphs_html(headline(study))
+
+
+def paragraphs_html(text: str) -> str:
+    """Write a headline's paragraphs, which empty lines divide."""
+    parts = "".join(f"<p>{html.escape(part)}</p>" for part in text.split("\n\n"))
+    return f'<div class="headline">{parts}</div>'
 
 
 def warnings_html(study: Study) -> str:
