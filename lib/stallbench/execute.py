@@ -1,5 +1,6 @@
 """Execute a notebook through papermill in a clean kernel, and keep a copy that can be shared."""
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -84,6 +85,10 @@ def execute_notebook(
             execution_timeout=limit_s,
             cwd=str(ROOT),
         )
+    except KeyboardInterrupt:
+        # The cell's own task, left behind, finds its kernel dead, and asyncio would print that as an error of its own.
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+        raise
     finally:
         if output.exists():
             share(output, copy, redactor)
