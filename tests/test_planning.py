@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from made import BESIDE_S, BLOCKS, DRIFT, LINES, STEP_S, make, make_sweep
-from stallbench.compounding import economics, planning, recovery
+from stallbench.compounding import economics, planning, recovery, whatif
 from stallbench.compounding import plots as plots_planning
 from stallbench.compounding import tables as planned
 from stallbench.compounding.assumptions import Assumptions, parse
@@ -190,3 +190,16 @@ def test_one_device_under_two_names_shows_nothing(study):
     request["targets"][1]["device"] = request["targets"][0]["device"]
     table = claims.claims_table(dataclasses.replace(study, request=request)).set_index("id")
     assert table.loc["1.8"].verdict == judging.NOT_TESTED and "one device" in table.loc["1.8"].figure
+
+
+def test_a_slider_redraws_the_table_at_once(study):
+    box = whatif.sliders(study, Assumptions())
+    *controls, shown = box.children
+    assert "48 saves" in shown.value and "team of 5" in shown.value
+    by_name = {control.description: control for control in controls}
+    by_name["team"].value = 12
+    by_name["interval, min"].value = 20
+    assert "24 saves" in shown.value and "team of 12" in shown.value
+    by_name["run, h"].value = 1
+    by_name["interval, min"].value = 100  # longer than the run: one save
+    assert "1 saves" in shown.value

@@ -8,12 +8,11 @@ import pandas as pd
 from stallbench.compounding import sizes
 from stallbench.compounding.economics import CHECKPOINT_BYTES
 from stallbench.reporting.analysis import duration, percent, seconds, span_text
-from stallbench.reporting.stats import Interval, mean_interval
+from stallbench.reporting.stats import OPEN_SPREAD, Interval, mean_interval
 from stallbench.results import SAVES, SIZES, SWEEP, Study, read_json
 
 # The largest size, held out, ought to be predicted this well: issue 6.
 HELD_OUT_GOAL = 0.10
-OPEN_SPREAD = 100.0  # an interval wider than this factor says nothing
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,26 +37,34 @@ def waiting_table(assumed: Assumptions, size_bytes: float, bytes_per_s: float) -
     return pd.DataFrame({"waited": rows})
 
 
-def sliders(study: Study, assumed: Assumptions) -> None:
-    """Show the table for the assumptions and the slower target, and sliders that change it."""
+def sliders(study: Study, assumed: Assumptions) -> ipywidgets.VBox:
+    """Show the table for the assumptions and the slower target; gives sliders over one that changes with them.
+
+    The table is a text of its own, not an ``Output``: for that, whoever runs a notebook without a browser sends the
+    kernel messages in the middle of a cell, and now and then the cell's own reply was never seen.
+    """
     size_bytes = planning.own_bytes(study)
     target = (compared_with(study) or study.targets)[0]
     line = planning.line_of(study, target)
     rate = line.save.bytes_per_s if line else 1e8
-    display(HTML(table_html(waiting_table(assumed, size_bytes, rate))))
-
-    def redraw(interval_min: float, run_h: float, team: int, gpu_hour: float, megabytes_per_s: float) -> None:
-        changed = replace(
-            assumed, interval_min=min(interval_min, run_h * 60), run_h=run_h, team=team, gpu_hour=gpu_hour
-        )
-        display(HTML(table_html(waiting_table(changed, size_bytes, megabytes_per_s * 1e6))))
-
+    table = table_html(waiting_table(assumed, size_bytes, rate))
+    display(HTML(table))
     floats = ipywidgets.FloatLogSlider
-    ipywidgets.interact(
-        redraw,
-        interval_min=floats(assumed.interval_min, min=0, max=3, description="interval, min"),
-        run_h=ipywidgets.FloatSlider(assumed.run_h, min=1, max=max(72, assumed.run_h), step=1, description="run, h"),
-        team=ipywidgets.IntSlider(assumed.team, min=1, max=max(100, assumed.team), description="team"),
-        gpu_hour=floats(assumed.gpu_hour, min=-1, max=2, description="GPU, an hour"),
-        megabytes_per_s=floats(rate / 1e6, min=1, max=5, description="MB/s"),
-    )
+    controls = {
+        "interval_min": floats(assumed.interval_min, min=0, max=3, description="interval, min"),
+        "run_h": ipywidgets.FloatSlider(assumed.run_h, min=1, max=max(72, assumed.run_h), step=1, description="run, h"),
+        "team": ipywidgets.IntSlider(assumed.team, min=1, max=max(100, assumed.team), description="team"),
+        "gpu_hour": floats(assumed.gpu_hour, min=-1, max=2, description="GPU, an hour"),
+        "megabytes_per_s": floats(rate / 1e6, min=1, max=5, description="MB/s"),
+    }
+    shown = ipywidgets.HTML(table)
+
+    def redraw(change: object) -> None:
+        values = {name: control.value for name, control in controls.items()}
+        bytes_per_s = values.pop("megabytes_per_s") * 1e6
+        values["interval_min"] = min(values["interval_min"], values["run_h"] * 60)
+        shown.value = table_html(waiting_table(replace(assumed, **values), size_bytes, bytes_per_s))
+
+    for control in controls.values():
+        control.observe(redraw, "value")
+    return ipywidgets.VBox([*controls.values(), shown])

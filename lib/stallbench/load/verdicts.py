@@ -18,7 +18,7 @@ from stallbench.reporting.judging import (
     on_this_storage,
     within,
 )
-from stallbench.reporting.stats import Interval, PairedRatio, mean_interval, paired_ratio
+from stallbench.reporting.stats import OPEN_SPREAD, Interval, PairedRatio, mean_interval, paired_ratio
 from stallbench.results import Study
 
 # Claims 1.6 and 1.11: a difference that matters to the choice of storage, as for restores (claim 1.5).
@@ -30,7 +30,6 @@ INTERFERENCE = 1.2
 # Claim 1.9: k experiments lose at least this share of k times what one loses.
 MULTIPLIES = 0.8
 ANY = float("inf")
-OPEN_SPREAD = 100.0  # an interval wider than this factor says nothing
 
 
 def _differs(ratio: PairedRatio) -> str:
@@ -93,12 +92,20 @@ def _beneath(spans: pd.DataFrame) -> str:
     return " Cold here means this machine's page cache; a cache beneath it (NAS, hypervisor) is unknown."
 
 
+NONE_AT_ONCE = Judgement(NOT_TESTED, "No two experiments ran at once to their end on both.")
+
+
+def _most_at_once(study: Study, first: str, other: str) -> int | None:
+    """Give how many experiments at once can be compared with one alone, on both targets; None if none can."""
+    common = [count for count in load.counts(study, other) if count in load.counts(study, first)]
+    return common[-1] if len(common) > 1 and common[0] == 1 else None
+
+
 def _developers(study: Study, other: str) -> Judgement:
     first = study.targets[0]
-    common = [count for count in load.counts(study, other) if count in load.counts(study, first)]
-    if len(common) < 2 or common[0] != 1:
-        return Judgement(NOT_TESTED, "No two experiments ran at once to their end on both.")
-    most = common[-1]
+    most = _most_at_once(study, first, other)
+    if most is None:
+        return NONE_AT_ONCE
     gaps = {
         count: (load.lost_time(study, other, count) - load.lost_time(study, first, count)).dropna()
         for count in (1, most)
@@ -207,10 +214,9 @@ def _mixed(study: Study, other: str) -> Judgement:
 def _shared(study: Study, other: str) -> Judgement:
     """Ask whether experiments at once keep their pace on the first target and not on the other one."""
     first = study.targets[0]
-    common = [count for count in load.counts(study, other) if count in load.counts(study, first)]
-    if len(common) < 2 or common[0] != 1:
-        return Judgement(NOT_TESTED, "No two experiments ran at once to their end on both.")
-    most = common[-1]
+    most = _most_at_once(study, first, other)
+    if most is None:
+        return NONE_AT_ONCE
     kept = {target: load.kept_pace(study, target, most) for target in (first, other)}
     if None in kept.values():
         return Judgement(NOT_TESTED, "No two experiments ran at once to their end on both in one block.")

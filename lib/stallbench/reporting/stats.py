@@ -23,6 +23,8 @@ NAN = float("nan")
 
 Verdict = Literal["equivalent", "different", "undecided"]
 
+OPEN_SPREAD = 100.0  # an interval wider than this factor says nothing
+
 
 @dataclass(frozen=True)
 class Interval:
